@@ -133,7 +133,7 @@ class AtroposApi:
         environment = self.registry.register(asked, self.outside.own_group_size, time.monotonic())
         await self._keep(environment)
         logger.info(
-            "environment %d registered as %s: groups of %d",
+            "environment %d has registered as %s and sends groups of %d",
             environment.env_id,
             environment.name,
             environment.group_size,
@@ -258,7 +258,7 @@ class AtroposApi:
         if new := [name for name in unused if name not in told][: MAX_TOLD - len(told)]:
             who = "a sender that has not registered" if known is None else f"environment {known.name}"
             logger.warning(
-                "%s sends fields that this trial does not use (said once): %s", who, ", ".join(new)
+                "%s sends fields that this trial ignores (logged only once): %s", who, ", ".join(new)
             )
             told += new
             if known is not None:
@@ -271,7 +271,7 @@ class AtroposApi:
         if known := self.registry.environments.get(env_id):
             known.rejected, known.last_reason = known.rejected + 1, str(error)
             self.outside.keep_environment({**asdict(known), "seen_s": 0.0})
-        logger.warning("a group of environment %d is rejected: %s", env_id, error)
+        logger.warning("a group from environment %d is rejected and not trained on: %s", env_id, error)
         return {"status": "rejected", "reason": str(error)}
 
     async def _join_parts(self, env_id: int, size: int) -> int:

@@ -64,7 +64,9 @@ class Environment:
         if not self._waiting:
             self._waiting = list(self.items)
             if not self._waiting:
-                raise ConfigError(f"{type(self).__name__} needs `items` or a method `next_item`.")
+                raise ConfigError(
+                    f"environment class {type(self).__name__} must define `items` or a method `next_item`."
+                )
             random.Random(f"{self.config.seed}/{self._epoch}").shuffle(self._waiting)
             self._epoch += 1
         return self._waiting.pop()
@@ -108,7 +110,9 @@ class Environment:
             episodes = [tasks.create_task(one()) for _ in range(self.config.group_size)]
         finished = [episode.result() for episode in episodes]
         if not all(conversation.turns for conversation, _ in finished):
-            logger.warning("an episode ended without a reply of the model: its group is dropped")
+            logger.warning(
+                "an episode ended without any reply of the model, so its group is dropped: %.200r", item
+            )
             return None
         return make_group(finished, self.config.include_messages, self._training_sampling)
 

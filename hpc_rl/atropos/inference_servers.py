@@ -102,7 +102,9 @@ class InferenceServers:
 
     def __init__(self, configs: Sequence[APIServerConfig], max_n_completions: int = 8) -> None:
         if not configs:
-            raise ConfigError("no inference server: give openai.base_url, or run with testing=true.")
+            raise ConfigError(
+                "the environment has no inference server: give openai.base_url, or run with testing=true."
+            )
         self.servers = [InferenceServer(config) for config in configs]
         self.max_n_completions = max_n_completions
         self._session: aiohttp.ClientSession | None = None
@@ -193,14 +195,16 @@ class InferenceServers:
                 answer = await server.post(self._session, base + path, body, evaluate)
                 if 0 < _count_completions(api, answer) < count and not server.ignores_n:
                     server.ignores_n = True
-                    form = "%s returned fewer completions than n = %d: asking for one at a time from now on"
+                    form = (
+                        "%s returned fewer completions than n = %d; from now on it is asked for one at a time"
+                    )
                     logger.warning(form, server.base_url, count)
                 return answer
             except ServerUnavailable as error:
                 failed.append(server)
                 if attempt == ATTEMPTS - 1:
                     raise
-                logger.warning("%s; trying again", error)
+                logger.warning("%s; the request is sent again", error)
                 await asyncio.sleep(random.uniform(0.1, min(LONGEST_PAUSE_S, 2.0**attempt)))
             finally:
                 server.num_running -= count
@@ -289,7 +293,7 @@ def _make_local_server(config: APIServerConfig, url: str) -> APIServerConfig:
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, str(default))
     if not value.isdecimal():
-        raise ConfigError(f"the environment variable {name} is {value!r}; allowed: a number.")
+        raise ConfigError(f"the environment variable {name} is {value!r}; it must be a whole number.")
     return int(value)
 
 

@@ -83,7 +83,9 @@ class RolloutApi:
         waiting = False
         while (answer := await self._call("POST", "/register-env", body))["status"] != "success":
             if not waiting:
-                logger.info("waiting for the trainer: %s", answer["status"])
+                logger.info(
+                    "the environment waits for the trainer; the rollout API says: %s", answer["status"]
+                )
             waiting = True
             await asyncio.sleep(POLL_S)
         info = await self._call("GET", "/info")
@@ -141,11 +143,15 @@ class RolloutApi:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 now = time.monotonic()
                 if away_since is None:
-                    logger.warning("the rollout API %s is away (%s): waiting for it", self.shown_url, error)
+                    logger.warning(
+                        "the rollout API %s does not answer (%s); the environment waits for it",
+                        self.shown_url,
+                        error,
+                    )
                     away_since = now
                 if now - away_since > AWAY_S:
                     raise RoleFailed(
-                        f"the rollout API {self.shown_url} was away for {AWAY_S:.0f} s: {error}"
+                        f"the rollout API {self.shown_url} did not answer for {AWAY_S:.0f} s: {error}"
                     ) from error
                 await asyncio.sleep(POLL_S)
 
@@ -157,7 +163,9 @@ class RolloutApi:
         ) as response:
             if 400 <= response.status < 500 and response.status != 429:
                 text = (await response.text())[:400]
-                raise RequestRefused(f"{method} {path}: the rollout API answered {response.status}: {text}")
+                raise RequestRefused(
+                    f"the rollout API refused {method} {path} with status {response.status}: {text}"
+                )
             response.raise_for_status()
             return await response.json()
 

@@ -55,14 +55,18 @@ class Serving:
         if self.config.group_size > self._registration.batch_size:
             raise ConfigError(
                 f"env.group_size is {self.config.group_size}, but a batch of this trainer has "
-                f"{self._registration.batch_size} sequences."
+                f"{self._registration.batch_size} sequences: lower env.group_size."
             )
         if self.config.batch_size not in (-1, self._registration.batch_size):
-            form = "env.batch_size %d is not used: a batch of the trainer has %d sequences"
+            form = "env.batch_size %d is ignored: the trainer decides, and its batch has %d sequences"
             logger.warning(form, self.config.batch_size, self._registration.batch_size)
         if self._registration.temperature is not None:
             self.environment.trainer_temperature = self._registration.temperature
-        logger.info("registered as %s, at step %d", self._registration.name, self._step)
+        logger.info(
+            "the environment has registered as %s; the trainer is at step %d",
+            self._registration.name,
+            self._step,
+        )
         try:
             while not self._stopping.is_set() and not self.workers.idle:
                 status = await self._api.status(self._registration.env_id)
@@ -190,7 +194,9 @@ class Serving:
         if self._registration is not None and self._stopping.is_set():
             await self._api.disconnect(self._registration.env_id)
         if self._file is not None:
-            logger.info("groups are in %s, to read: %s", self._file.path, self._file.close())
+            logger.info(
+                "the groups are in %s; a page to read them is %s", self._file.path, self._file.close()
+            )
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -207,7 +213,9 @@ async def make_groups(environment: Environment, path: Path, stopping: asyncio.Ev
         for group in groups[: config.total_steps - written]:
             file.add(group, step=0)
             written += 1
-            logger.info("group %d of %d: scores %s", written, config.total_steps, group.scores)
+            logger.info(
+                "group %d of %d is written; its scores are %s", written, config.total_steps, group.scores
+            )
 
     workers = Workers(environment, keep)
     most = config.max_num_workers if config.max_num_workers > 0 else config.max_num_workers_per_node

@@ -169,9 +169,9 @@ def _decide_from(situation: Situation, step: int) -> Decision:
     )
     if found is None:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
-        return _refuse_to_resume(f"{when}: there is no such checkpoint; the trial has {there}")
+        return _refuse_to_resume(f"{when}: there is no such checkpoint; the trial has checkpoints {there}")
     if not found.valid:
-        return _refuse_to_resume(f"{when}: checkpoint {step} {found.problem}")
+        return _refuse_to_resume(f"{when}: it can't be used: {found.problem}")
     if trimmed := _explain_trimmed(situation, step):
         return _refuse_to_resume(f"{when}: {trimmed}")
     later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
@@ -206,7 +206,7 @@ def _decide_newest(
     usable = [one for one in eligible if one.valid and not _explain_trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
-        f"checkpoint {one.step} {one.problem or 'is older than the batch log'}"
+        f"checkpoint {one.step}: {one.problem or 'it is older than the batch log'}"
         for one in sorted(eligible, key=lambda one: -one.step)
         if one not in usable and (newest is None or one.step > newest.step)
     ]
@@ -223,8 +223,8 @@ def _decide_newest(
         return _refuse_to_resume(problem if when == "resume" else f"{when}: {problem}")
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
-        reason = f"{when}: no valid checkpoint{notes}, but some may be its own: {records} can't be read"
-        return _refuse_to_resume(f"{reason}; hpc-rl recover takes the newest valid one")
+        reason = f"{when}: no valid checkpoint{notes}, but {records} can't be read, and some may be its own"
+        return _refuse_to_resume(f"{reason}; `hpc-rl recover` takes the newest valid one")
     if trimmed := _explain_trimmed(situation, 0):
         reason = f"{when}: no valid checkpoint{notes}, and {trimmed}; use another trial_name"
         return _refuse_to_resume(reason)

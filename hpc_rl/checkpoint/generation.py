@@ -134,7 +134,7 @@ class Commit:
         """
         files = self._gather(manifest.num_ranks)
         if problem := check_sizes(self.folder, files):
-            raise RoleFailed(f"checkpoint {self.step} is not complete: {problem}")
+            raise RoleFailed(f"checkpoint {self.step} was not written completely ({self.folder}): {problem}")
         manifest = dataclasses.replace(manifest, files=files)
         write_atomic(self.folder / MANIFEST_NAME, seal(manifest.to_json()))
         fsync_dir(self.folder)
@@ -148,7 +148,9 @@ class Commit:
         for rank in range(num_ranks):
             data = load_json(self.folder / f"rank_{rank}.ok")
             if data is None:
-                raise RoleFailed(f"checkpoint {self.step} is not complete: rank_{rank}.ok is missing")
+                raise RoleFailed(
+                    f"checkpoint {self.step} was not written completely: {self.folder} has no rank_{rank}.ok"
+                )
             files += [FileRecord(**file) for file in data["files"]]
         others = [f"rank_{rank}.ok" for rank in range(num_ranks)]
         if self.config_json.is_file():
@@ -210,7 +212,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = checked_file.retry_once(lambda: _load_manifest(path / MANIFEST_NAME))
+        manifest = checked_file.retry_once(path, lambda: _load_manifest(path / MANIFEST_NAME))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
@@ -262,9 +264,12 @@ def move_aside(path: Path, problem: str, asked: bool = False) -> Path:
     fsync_dir(folder)
     fsync_dir(path.parent)
     if asked:
-        logger.info("checkpoint set aside as asked: %s %s; kept as %s", path.name, problem, there)
+        logger.info(
+            "checkpoint %s is set aside, as you asked (%s); it is kept as %s", path.name, problem, there
+        )
     else:
-        logger.error("GENERATION SET ASIDE: %s %s; kept as %s", path.name, problem, there)
+        form = "CHECKPOINT SET ASIDE: %s can't be used (%s); it is kept as %s"
+        logger.error(form, path.name, problem, there)
     return there
 
 
@@ -304,7 +309,7 @@ def _load_manifest(path: Path) -> Manifest:
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     """Return a problem with the names, types or sizes of files, or ''."""
     try:
-        found = checked_file.retry_once(lambda: {path.name: path.stat() for path in folder.iterdir()})
+        found = checked_file.retry_once(folder, lambda: {path.name: path.stat() for path in folder.iterdir()})
     except OSError as error:
         return f"can't be listed: {error}"
     for file in files:

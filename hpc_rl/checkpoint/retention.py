@@ -79,7 +79,9 @@ def check_kept(found: Sequence[Found], policy: RetentionPolicy, known: dict[str,
         for one in unread:
             known[one.version] = problem = verify(one, LIGHT_BYTES).problem
             if problem:
-                logger.warning("checkpoint %d is damaged and does not count: %s", one.step, problem)
+                logger.warning(
+                    "checkpoint %d is damaged, so recover.keep does not count it: %s", one.step, problem
+                )
 
 
 def retain(
@@ -105,7 +107,7 @@ def retain(
             continue
         shutil.rmtree(gone, ignore_errors=True)
         staying.discard(one.step)
-        logger.info("checkpoint %d removed", one.step)
+        logger.info("checkpoint %d is removed, because newer ones exist", one.step)
     return min(staying, default=0)
 
 
@@ -116,7 +118,7 @@ def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
         deadline = time.monotonic() + APPEAR_S
         while not trial.generation(step).is_dir():
             if time.monotonic() > deadline:
-                raise NothingToResume(f"checkpoint {step} of {trial} is gone")
+                raise NothingToResume(f"checkpoint {step} of {trial} does not exist any more")
             time.sleep(0.1)
         yield trial.generation(step)
 

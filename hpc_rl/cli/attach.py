@@ -45,7 +45,9 @@ def main(args: Namespace) -> int:
             print(f"{one.name:<20}{one.node or one.host}  pid {one.pid}")
         return 0
     if args.run and not args.exec:
-        raise ConfigError("a command after -- requires --exec; without it the command of a shell is printed.")
+        raise ConfigError(
+            "a command after -- needs --exec: without it, attach only prints the command of a shell."
+        )
     process = choose_process(status, args.role, args.index, args.rank)
     line = make_attach_command(status, process, args.run)
     on_slurm = line[0] == "srun"

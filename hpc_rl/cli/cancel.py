@@ -73,10 +73,10 @@ def _wait(trial: Trial, item: CancelledJob, timeout_s: float, quiet: bool) -> in
     show, resume = trial_index.list_commands(trial, "status", "recover")
     job = f"job {item.job.job_id} is"
     if state is None:
-        print(f"{job} still shutting down after {format_duration(timeout_s)}: {show}")
+        print(f"{job} still shutting down after {format_duration(timeout_s)}; to look again: {show}")
         return ExitCode.BUSY
     status = load_status(trial, state)
     print(f"{job} over: {flatten_line(describe_state(status.state, status.reason))}")
     if status.generation is not None and status.state is not TrialState.DONE:
-        print(f"newest checkpoint {status.generation}; to resume it later, run: {resume}")
+        print(f"the newest checkpoint is {status.generation}; to resume the trial later, run: {resume}")
     return ExitCode.DONE

@@ -198,7 +198,7 @@ def _save_now(args: Namespace) -> int:
     checkpoint = request_checkpoint(trial, args.wait_s)
     if checkpoint is None:
         wait = f"{args.wait_s:g} s; the step may take longer (--wait_s)"
-        print(f"hpc-rl: not saved within {wait}", file=sys.stderr)
+        print(f"hpc-rl: the trial saved no checkpoint within {wait}", file=sys.stderr)
         return ExitCode.BUSY
     value = {"step": checkpoint.step, "path": str(checkpoint.path)}
     print_result(args.json, value, [f"checkpoint {checkpoint.step}  {checkpoint.path}"])

@@ -63,7 +63,7 @@ def list_rows(
         if not complaint:
             continue
         which = f"the scheduler of {of[0]}" + (f" and {len(of) - 1} more" if len(of) > 1 else "")
-        print(f"hpc-rl: could not query {which}; showing data from files only: {complaint}", file=sys.stderr)
+        print(f"hpc-rl: {which} does not answer, so only files are shown: {complaint}", file=sys.stderr)
     rows = [_make_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     return [row for row in rows if row["state"] in wanted]
 
@@ -130,8 +130,8 @@ def find_only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
     found += [entry.trial for entry in trial_index.list_entries() if not entry.gone]
     if not found:
         raise TrialNameError(NO_TRIALS)
-    which = "the one that runs or waits" if rows else "the newest"
-    print(f"hpc-rl: {found[0]}, {which} ({found[0].dir})", file=sys.stderr)
+    which = "which runs or waits" if rows else "the newest trial"
+    print(f"hpc-rl: this is {found[0]}, {which} ({found[0].dir})", file=sys.stderr)
     trial_index.check_readable(found[0])
     return found[0]
 

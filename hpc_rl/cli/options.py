@@ -177,7 +177,7 @@ def _take_override(own: dict[str, argparse.Action], token: str, rest: Iterator[s
     if token.startswith("--") and (meant := _find_misspelt_flag(own, token)):
         raise ConfigError(f"there is no option {token.partition('=')[0]}: did you mean {meant}?")
     if token == "--":
-        raise ConfigError("argument '--' is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
+        raise ConfigError("argument '--' is not understood: set an option by --a.b VALUE or a.b=VALUE.")
     return [token] if "=" in token else [token, *islice(rest, 1)]
 
 

@@ -40,7 +40,7 @@ def main(args: Namespace) -> int:
     if not wanted:
         wanted = next(filter(None, ([name for name in names if name in known] for names in DEFAULTS)), [])
     if not wanted:
-        print(f"no metrics yet of {', '.join(histories)}")
+        print(f"{', '.join(histories)}: no metrics are written yet")
         return ExitCode.DONE
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     print("\n\n".join(draw_chart(histories, name, args.smooth, width) for name in wanted))

@@ -44,7 +44,7 @@ def make_parser() -> CommandParser:
 
 def main(args: Namespace) -> int:
     if args.json and not (args.yes or args.dry_run):
-        raise ConfigError("remove --json does not ask: add --yes")
+        raise ConfigError("remove --json can't ask for your consent: add --yes")
     trials = _choose_trials(args)
     idle = [trial for trial in trials if _is_idle(trial, alone=len(trials) == 1)]
     rows = du.measure_sizes(idle, without=["exports"] if args.keep_exports else [])
@@ -54,7 +54,7 @@ def main(args: Namespace) -> int:
             "\n".join(
                 [*du.format_table(rows), *(f"  {row['dir']}" for row in rows)]
                 if rows
-                else ["no trial matches"]
+                else ["no trial matches the names and options"]
             )
         )
     if args.dry_run or not rows:
@@ -108,7 +108,7 @@ def _is_idle(trial: Trial, alone: bool) -> bool:
     except (TrialBusy, SchedulerError) as error:
         if alone:
             raise
-        print(f"hpc-rl: {trial} stays: {error}", file=sys.stderr)
+        print(f"hpc-rl: {trial} is not removed: {error}", file=sys.stderr)
         return False
     return True
 

@@ -67,5 +67,6 @@ def _watch(trial: Trial) -> int:
             if interrupts > 2:
                 return ExitCode.KILLED_BY_PERSON
             cancel(trial, now=interrupts > 1)
-            next_one = "ends it now" if interrupts == 1 else "leaves it"
-            print(f"\nhpc-rl: stopping, with its state saved; another Ctrl-C {next_one}", file=sys.stderr)
+            next_one = "kills it now" if interrupts == 1 else "ends this command"
+            what = "the trial saves its state and stops" if interrupts == 1 else "the trial is being killed"
+            print(f"\nhpc-rl: {what}; another Ctrl-C {next_one}", file=sys.stderr)

@@ -66,7 +66,7 @@ def main(args: Namespace) -> int:
     shown = found[: DEFAULT_N if args.n is None else args.n]
     print("\n\n".join("\n".join(_format_text(one, width)) for one in shown))
     if len(found) > len(shown):
-        print(f"\n{len(shown)} of {len(found)} completions: -n shows more", file=sys.stderr)
+        print(f"\n{len(shown)} of {len(found)} completions are shown: -n shows more", file=sys.stderr)
     return ExitCode.DONE
 
 

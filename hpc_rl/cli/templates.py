@@ -112,10 +112,10 @@ def _eject(args: Namespace) -> int:
         return 0
     folders = [Path(args.to).expanduser().absolute()] if args.to else list_site_dirs()
     if not folders:
-        raise ConfigError("HPC_RL_SITE_DIR is empty, so there is no site directory: say where with --to DIR.")
+        raise ConfigError("HPC_RL_SITE_DIR is empty, so there is no site directory: name one by --to DIR.")
     path = folders[0] / template
     if path.exists() and not args.force:
-        raise ConfigError(f"{path} is there already: edit it, or replace it with --force.")
+        raise ConfigError(f"{path} exists already: edit it, or replace it with --force.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -20,8 +20,8 @@ from hpc_rl.config.show import format_scalar
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
-_MODEL = "the checkpoints hold this model"
-_WEIGHTS = "the fork begins with its weights"
+_MODEL = "the trial's checkpoints hold the model that this option describes"
+_WEIGHTS = "the fork begins with the weights of that trial"
 _DATA = "the position in the data and the sealed batches depend on it"
 _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
@@ -192,10 +192,10 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
     raise ConfigError(*refusals, f"{back}. For other values, {fork}")
 
 
-def _refuse_change(change: Change, place: str, reason: str) -> Refusal:
+def _refuse_change(change: Change, place: str, reason: str, use: str = "") -> Refusal:
     old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
     why = f"can't change from {old} to {new} in {place}: {reason}"
-    return Refusal(option=change.name, kind=Kind.CONFLICT, why=why)
+    return Refusal(option=change.name, kind=Kind.CONFLICT, why=why, use=use)
 
 
 def refuse_other_model(found: Sequence[Change], trial: str, only_weights: bool = False) -> None:
@@ -208,7 +208,8 @@ def refuse_other_model(found: Sequence[Change], trial: str, only_weights: bool =
     if only_weights:  # its critic starts afresh
         wrong = [one for one in wrong if not one.name.startswith("critic.")]
     if wrong:
-        raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", why) for change in wrong))
+        use = "keep the old value, or begin a new trial with `hpc-rl submit`"
+        raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", why, use) for change in wrong))
 
 
 def classify(name: str) -> tuple[bool, str]:

@@ -47,7 +47,7 @@ def choose_allocation(config: Config) -> tuple[Allocation, list[Refusal]]:
     allocation = _derive_allocation(config)
     cluster = config.cluster
     kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
-    why = f"is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}"
+    why = f"is not set, so {allocation} is chosen for {cluster.n_nodes} node(s) {kind}"
     return allocation, [make_note("allocation_mode", why)]
 
 
@@ -76,7 +76,7 @@ def fill_stars(config: Config, allocation: Allocation) -> Allocation:
     if not starred:
         return allocation
     if len(starred) > 1:
-        why, use = ": only one part can be d*", "give the others a number"
+        why, use = ": only one part can have d*", "write a number in the others, such as d4"
         raise ConfigError(refuse(kind=Kind.VALUE, why=why, use=use))
     cluster = config.cluster
     taken = sum(part.num_units or 0 for part in parts)
@@ -84,9 +84,12 @@ def fill_stars(config: Config, allocation: Allocation) -> Allocation:
     left = left if cluster.n_gpus_per_node else max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
-        why = f": nothing is left for d*: {taken} of {taken + left} units are used"
+        kind = "GPUs" if cluster.n_gpus_per_node else "nodes"
+        why = f": nothing is left for d*, because the other parts use {taken} of {taken + left} {kind}"
         sizes = ("cluster.n_nodes", "cluster.n_gpus_per_node")
-        raise DoesNotFit(refuse(kind=Kind.CONFLICT, why=why, use="use fewer, or more nodes", related=sizes))
+        raise DoesNotFit(
+            refuse(kind=Kind.CONFLICT, why=why, use="lower their numbers, or use more nodes", related=sizes)
+        )
     train = allocation.train
     return replace(
         allocation,

@@ -35,13 +35,13 @@ def check_flags(name: str, section: Any, flags: Flags, reserved: Reserved) -> It
         flag = reserved.also.get(came, came)
         option = names.get(flag)
         if flag in reserved.set_by_the_trial or (option and not hasattr(section, option)):
-            why = f": {came} is derived from the plan and can't be given"
+            why = f": {came} can't be given, because the trial sets it itself; remove it"
             yield Refusal(option=f"{name}.extra_args", kind=Kind.VALUE, why=why)
         elif option and getattr(section, option) not in (None, False):
             yield Refusal(
                 option=f"{name}.extra_args",
                 kind=Kind.CONFLICT,
                 why=f": {came} can't be given",
-                use=f"use {name}.{option}",
+                use=f"set {name}.{option} instead",
                 related=(f"{name}.{option}",),
             )

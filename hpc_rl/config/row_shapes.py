@@ -73,7 +73,7 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         try:
             value = row[column] if column in row else functools.reduce(_get_part, column.split("."), row)
         except (LookupError, TypeError, ValueError):
-            lacks = f"columns: {name} is to be the column {column}, which the row lacks"
+            lacks = f"the option columns takes {name} from the column {column}, which the row lacks"
             raise _make_error(row, lacks) from None
         is_turn = name == "messages" and isinstance(value, str)
         made[name] = [{"role": "user", "content": value}] if is_turn else value

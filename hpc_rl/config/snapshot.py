@@ -33,11 +33,13 @@ def list_snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
             base = workdir if path.is_relative_to(workdir) else given.parent
             name = str(path.relative_to(base))
             if found.get(name, path) != path:
-                raise _refuse(f": {found[name]} and {path} would both be {name} in the copy", Kind.CONFLICT)
+                raise _refuse(
+                    f": {found[name]} and {path} would both be copied to {name}; leave one out", Kind.CONFLICT
+                )
             num_bytes += 0 if name in found else path.stat().st_size
             found[name] = path
             if num_bytes > MAX_BYTES or len(found) > MAX_FILES:
-                why = f": {given} makes it more than {MAX_FILES} files or {MAX_BYTES >> 20} MB"
+                why = f": with {given} the copy has more than {MAX_FILES} files or {MAX_BYTES >> 20} MB"
                 use = "name the modules and packages that the trial imports, one by one"
                 raise _refuse(why, use=use)
     return found

@@ -98,22 +98,22 @@ def record(path: Path) -> FileRecord:
         return FileRecord(path.name, reader.size, "".join(digests) or _hash_file(b""))
 
 
-def retry_once(work: Callable[[], Any]) -> Any:
-    """Call a read, and call it once more after a moment if the medium reports an error."""
+def retry_once(path: Path, work: Callable[[], Any]) -> Any:
+    """Call a read of `path`, and call it once more after a moment if the medium reports an error."""
     try:
         return work()
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        logger.warning("a read failed and is tried once more: %s", error)
+        logger.warning("%s could not be read (%s); it is read once more", path, error.strerror)
         time.sleep(AGAIN_S)
         return work()
 
 
-def _call_or_damaged(what: str, work: Callable[[], Any]) -> Any:
+def _call_or_damaged(path: Path, what: str, work: Callable[[], Any]) -> Any:
     """Call a read, twice if needed. Raises Damaged if the medium fails again, else OSError."""
     try:
-        return retry_once(work)
+        return retry_once(path, work)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -129,7 +129,7 @@ class CheckedReader:
     def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
         self.path = path
         self.expected = expected
-        self._fd: int = _call_or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
+        self._fd: int = _call_or_damaged(path, path.name, lambda: os.open(path, os.O_RDONLY))
         self.size = os.fstat(self._fd).st_size
         self.num_blocks = -(-self.size // BLOCK_BYTES)
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
@@ -154,12 +154,12 @@ class CheckedReader:
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.get_view()
         what = f"{self.path.name}: bytes {start} to {start + size}"
-        _call_or_damaged(what, lambda: self._load_block(index, view, size, start))
+        _call_or_damaged(self.path, what, lambda: self._load_block(index, view, size, start))
         view = view[:size]
         if self.expected is not None:
             digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
             if digest != _hash_file(view):
-                raise Damaged(f"{what} are not what was written (checksum)")
+                raise Damaged(f"{what} are not what was written (they differ from the checksum)")
         return view
 
     def _load_block(self, index: int, view: memoryview, size: int, start: int) -> None:
@@ -176,18 +176,20 @@ class CheckedReader:
         while done < size:
             count = os.preadv(self._fd, [view[done:size]], start + done)
             if not count:
-                raise Damaged(f"{self.path.name} ends at byte {start + done}")
+                raise Damaged(f"{self.path.name} ends too early, at byte {start + done}")
             done += count
 
     def check(self) -> None:
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
-            raise Damaged(f"{self.path.name}: its record does not have one checksum per block")
+            raise Damaged(f"{self.path.name} can't be checked: its record lacks checksums of some blocks")
         _map_parallel(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
 
     def read(self, start: int, end: int) -> bytes:
         """Return a few bytes. Raises Damaged if the file ends before."""
         if end > self.size or start > end:
-            raise Damaged(f"{self.path.name} has {self.size} bytes, not bytes {start} to {end}")
+            raise Damaged(
+                f"{self.path.name} has {self.size} bytes, but its bytes {start} to {end} are needed"
+            )
         import numpy as np
 
         for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -204,7 +206,7 @@ class CheckedReader:
         by_block: dict[int, list[tuple[int, np.ndarray]]] = {}
         for start, target in wanted:
             if start + len(target) > self.size:
-                raise Damaged(f"{self.path.name} has {self.size} bytes, {start + len(target)} are needed")
+                raise Damaged(f"{self.path.name} has {self.size} bytes, but {start + len(target)} are needed")
             last = -(-(start + len(target)) // BLOCK_BYTES) if len(target) else 0
             for index in range(start // BLOCK_BYTES, last):
                 by_block.setdefault(index, []).append((start, target))

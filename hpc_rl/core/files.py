@@ -60,11 +60,11 @@ def wait_for_path(path: Path, until: float) -> bool:
 
 
 def tell_full(what: str, error: object, where: Path) -> None:
-    logger.error("DISK FULL: %s can't be written (%s). Waiting; make room in %s", what, error, where)
+    logger.error("DISK FULL: %s can't be written (%s). The trial waits: make room in %s", what, error, where)
 
 
 def tell_room(what: str) -> None:
-    logger.warning("disk space is available again: wrote %s", what)
+    logger.warning("disk space is available again, and %s is written: the trial continues", what)
 
 
 class Room:

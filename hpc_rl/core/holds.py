@@ -37,7 +37,10 @@ def hold_entry(folder: Path, name: str, why: str) -> Iterator[None]:
         beat.start()
     except OSError as error:  # a read-only place
         logger.warning(
-            "%s in %s can't be marked as in use (%s): it may be removed meanwhile", name, folder, error
+            "%s in %s can't be marked as in use (%s), so the trial may remove it meanwhile",
+            name,
+            folder,
+            error,
         )
     try:
         yield
@@ -55,7 +58,7 @@ def _beat(path: Path, why: str, ended: threading.Event) -> None:
         try:
             write_json(path, {"count": count, "why": why, "pid": os.getpid()})
         except OSError as error:
-            logger.warning("the hold %s could not be renewed: %s", path.name, error)
+            logger.warning("%s, which marks data as in use, could not be renewed: %s", path, error)
 
 
 class FolderHolds:
@@ -77,7 +80,8 @@ class FolderHolds:
                 self._seen[file] = (count, now)
             silent_s = now - self._seen[file][1]
             if silent_s > STALE_S:
-                logger.warning("the hold %s was not renewed for %.0f s and is removed", file, silent_s)
+                form = "%s marked data as in use, but was not renewed for %.0f s, so it is removed"
+                logger.warning(form, self.folder / file, silent_s)
                 (self.folder / file).unlink(missing_ok=True)
             else:
                 held.add(name)

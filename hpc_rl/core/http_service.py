@@ -100,7 +100,7 @@ class HttpService:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                logger.warning("no connection can be accepted: %s", error)
+                logger.warning("this HTTP service can't accept new connections for a moment: %s", error)
                 return self._pause(listener)
             self._begin(sock)
 
@@ -124,7 +124,7 @@ class HttpService:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
         except OSError as error:
-            logger.info("a connection was lost at once: %s", error)
+            logger.info("a client closed its connection at once: %s", error)
         finally:
             del self._connecting[connection]
 

@@ -58,7 +58,7 @@ def choose_address(num_hosts: int, interface: str = "", peers: Iterable[str] = (
     usable = [address for address in candidates if address is not None]
     if len(usable) == 1:
         return str(usable[0])
-    why = f"no route leads from here to the other {num_hosts - 1} hosts of the trial"
+    why = f"{socket.gethostname()} has no network route to the other {num_hosts - 1} hosts of the trial"
     use = f"set cluster.interface to a name or network (10.1.0.0/16) of these: {_describe_interfaces()}"
     raise ConfigError(Refusal(option="", kind=Kind.MACHINE, why=why, use=use, related=("cluster.interface",)))
 
@@ -172,7 +172,7 @@ def _find_interface_address(wanted: str) -> str:
             matches = known.name == wanted if network is None else address in network
             if matches and not address.is_link_local:
                 return str(address)
-    why = f": this host has no address there; it has {_describe_interfaces()}"
+    why = f": {socket.gethostname()} has no such interface or network; it has {_describe_interfaces()}"
     raise ConfigError(Refusal(option="cluster.interface", value=wanted, kind=Kind.MACHINE, why=why))
 
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 import zlib
@@ -59,7 +60,7 @@ class NodeCopies:
             try:
                 path, held = _open_copy(Path(source), self.folder / "others")
             except OSError as error:
-                form = "reading the original of %s: no copy on this node's disk: %s"
+                form = "%s can't be copied to this node's disk, so the original is read: %s"
                 logger.warning(form, source, error)
         try:
             yield path
@@ -88,11 +89,13 @@ def find_local_dir(local_dir: str, environ: Mapping[str, str]) -> Path:
     if first.startswith("$"):
         first = environ.get(first.strip("${}"), "")
         if not first:
-            raise ConfigError(refuse(value=local_dir, why=": that variable is not set on this node"))
+            raise ConfigError(
+                refuse(value=local_dir, why=f": the variable is not set on node {socket.gethostname()}")
+            )
     place = Path(first, rest) if first else Path(local_dir)
     kind, _ = mount_of(place)
     if is_shared(kind):
-        why, use = f"is on {kind}, which nodes share", "choose a local disk of the node"
+        why, use = f"is on {kind}, which nodes share", "name a directory on a local disk of the node"
         raise ConfigError(refuse(value=place, why=why, use=use))
     return place
 
@@ -112,8 +115,9 @@ def choose_place(num_bytes: int) -> Path:
     free = ", ".join(f"{place} has {format_size(size)} free" for place, size in found.items())
     needed = f"{format_size(num_bytes)} and {format_size(SPARE_BYTES)} to spare"
     raise ConfigError(
-        f"this node has no room for a copy of the model ({needed}): {free or 'no local directory'}. Set "
-        "cluster.local_dir to a directory on its disk."
+        f"node {socket.gethostname()} has no room for a copy of the model ({needed}): "
+        f"{free or 'it has no local directory'}. "
+        "Set cluster.local_dir to a directory on its disk."
     )
 
 

@@ -71,7 +71,7 @@ def load_secret(path: Path) -> str:
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
             raise NotPrivate(
-                f"{path} belongs to {whose}: its content is not used, as others may know it. "
+                f"{path} belongs to {whose}: others may know its content, so it is not used. "
                 "Remove the file and submit the trial again."
             )
         return file.read()

@@ -324,7 +324,9 @@ def check_newest_lineage(trial: Trial, lineage: int) -> None:
     """Raise Stale if a later start of the trainer has begun: this one must no longer commit."""
     newest = max(find_lineage_files(trial), default=lineage)
     if newest > lineage:
-        raise Stale(f"lineage {newest} continues the trial, so lineage {lineage} commits nothing more")
+        raise Stale(
+            f"a later start of the trainer (lineage {newest}) has taken the place of lineage {lineage}"
+        )
 
 
 def load_lineages(trial: Trial) -> list[LineageRecord]:

@@ -15,7 +15,7 @@ def parse_time_limit(text: str) -> int | None:
     if text.upper() in UNLIMITED:
         return None
     if not re.fullmatch(PATTERN, text):
-        use = "use minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, and quotes around digits and colons"
+        use = "use minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, and put quotes around it"
         why = "is not a time limit of Slurm"
         raise ConfigError(
             Refusal(option="launcher.slurm.time", value=repr(text), kind=Kind.VALUE, why=why, use=use)

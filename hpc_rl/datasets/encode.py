@@ -101,7 +101,8 @@ class Prompts:
             )
             self.kept = [i for i in self.kept if lengths[i] <= dataset.max_length]
             numbers = (len(self.kept), len(self.rows), dataset.max_length)
-            logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
+            form = "dataset %s: %d of %d prompts are used, those of at most %d tokens"
+            logger.info(form, dataset.path, *numbers)
         if not self.kept:
             raise _make_empty_error(dataset, "prompt")
 
@@ -200,9 +201,9 @@ def load_encoded(path: Path) -> Rows[Encoded]:
 
 
 def _make_empty_error(dataset: DatasetConfig, what: str) -> ConfigError:
-    each = " each" if what == "pair" else ""
+    each = " for each text" if what == "pair" else ""
     return ConfigError(
-        f"dataset {dataset.path}: no {what} has at most max_length = {dataset.max_length} tokens{each}."
+        f"dataset {dataset.path}: every {what} is longer than max_length = {dataset.max_length} tokens{each}."
     )
 
 
@@ -256,5 +257,7 @@ def _encode_answer(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> tupl
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise ConfigError("a row has an empty text, and the tokenizer has no end-of-sequence token.")
+        raise ConfigError(
+            "a row has an empty text, and the tokenizer has no end-of-sequence token: remove the row."
+        )
     return np.array(ids, np.int32), num_prompt

@@ -182,7 +182,7 @@ def _load_parquet(path: Path) -> Rows[dict[str, Any]]:
     try:
         return _make_rows(pyarrow.parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"dataset {path} is damaged, or no parquet file: {error}") from None
+        raise ConfigError(f"dataset {path} is damaged, or not a parquet file: {error}") from None
 
 
 def _load_saved(path: Path) -> Rows[dict[str, Any]]:
@@ -194,7 +194,9 @@ def _load_saved(path: Path) -> Rows[dict[str, Any]]:
     try:
         loaded = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"dataset {path} is no saved dataset: {error}") from None
+        raise ConfigError(
+            f"dataset {path} is damaged, or not written by Dataset.save_to_disk: {error}"
+        ) from None
     if isinstance(loaded, dict):
         raise ConfigError(
             f"dataset {path} has the splits {', '.join(sorted(loaded))}: give the path of one of them."

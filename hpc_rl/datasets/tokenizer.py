@@ -89,14 +89,14 @@ class Tokenizer:
             )
         # a template is a program and may raise any of these errors
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
-            raise ConfigError(f"chat template of {self.folder} refuses the messages: {error}") from None
+            raise ConfigError(f"the chat template of {self.folder} refuses the messages: {error}") from None
 
     def _compile_template(self) -> jinja2.Template:
         source = self._template_source()
         try:
             return _make_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            message = f"chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
+            message = f"the chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
             raise ConfigError(message) from None
 
     def _template_source(self) -> str:

@@ -78,7 +78,9 @@ def _call_srun(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
             argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=wait_s
         )
     except FileNotFoundError as error:
-        raise SchedulerError("srun is not on the PATH: --allocation needs Slurm.") from error
+        raise SchedulerError(
+            "--allocation needs Slurm, but srun is not on the PATH: run this on a login node."
+        ) from error
     except subprocess.TimeoutExpired:
         return f"the nodes did not report within {wait_s:g} s; allow more by --wait_s"
     if done.returncode == 0:

@@ -62,18 +62,20 @@ if ! type module >/dev/null 2>&1; then
   done
 fi
 type module >/dev/null 2>&1 || exit 3
-for one; do module load "$one" >/dev/null 2>&1 || printf '%s\\n' "$one"; done
+for one; do
+  module load "$one" >/dev/null 2>&1 || printf '%s: %s\\n' "$one" "$(module load "$one" 2>&1 | tr '\\n' ' ')"
+done
 """
 
 
-NODES_MUST = "the nodes must have it"
+NODES_MUST = "the nodes of the job must have it"
 
 
 def find_program_problem(option: str, program: str) -> Refusal | None:
     """Return why a program can't be run here; a note if nodes may have another disk, or a module with it."""
     if shutil.which(program):
         return None
-    why = "is not a program that can be run here"
+    why = f"is not a program that {socket.gethostname()} can run"
     problem = Refusal(option=option, value=program, kind=Kind.MACHINE, why=why)
     is_certain = os.path.isabs(program) and os.path.isdir(os.path.dirname(program))
     return problem if is_certain else replace(problem, use=NODES_MUST, is_note=True)
@@ -89,11 +91,15 @@ def find_modules_problem(modules: tuple[str, ...]) -> Refusal | None:
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return refuse(why=f"can't be tried: {error}", use=NODES_MUST, is_note=True)
+        return refuse(why=f"can't be tried on {socket.gethostname()}: {error}", use=NODES_MUST, is_note=True)
     if done.returncode == 3:
-        return refuse(why=": there is no command `module` here", use=NODES_MUST, is_note=True)
-    missing = done.stdout.split()
-    return refuse(why=f": `module load {missing[0]}` fails here") if missing else None
+        why = f": {socket.gethostname()} has no command `module`, so they were not tried"
+        return refuse(why=why, use=NODES_MUST, is_note=True)
+    problems = [" ".join(line.split()).rstrip(":") for line in done.stdout.splitlines()]
+    if not problems:
+        return None
+    why = f": `module load` fails on {socket.gethostname()}: {'; '.join(problems)}"
+    return refuse(why=why, use="correct the names; `module avail` lists the modules")
 
 
 def find_interface_problem(interface: str, is_login: bool) -> Refusal | None:

@@ -164,7 +164,7 @@ class Gateway:
                 if time.monotonic() - begun > self.settings.hold_s:
                     raise
                 if not self.counters.held:
-                    logger.info("requests are held: %s", error)
+                    logger.info("the gateway holds its requests until a server answers: %s", error)
             self.counters.held += 1
             try:
                 await asyncio.sleep(pause_s)

@@ -230,7 +230,8 @@ class GatewayLog:
             raw = os.pread(self._segments[place.segment].fd, place.size, place.offset)
             return _unpack(msgpack.unpackb(raw))
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("gateway log, segment %d offset %d: %s", place.segment, place.offset, error)
+            form = "the gateway can't read an answer that it logged (segment %d, offset %d): %s"
+            logger.warning(form, place.segment, place.offset, error)
             return None
 
     def _write(self, waiting: list[tuple[int, int, bytes]]) -> None:
@@ -239,7 +240,8 @@ class GatewayLog:
                 self._append(b"".join(packed for *_, packed in waiting))
             except OSError as error:
                 self.num_lost += len(waiting)
-                logger.warning("the gateway log can't be written, %d are lost: %s", self.num_lost, error)
+                form = "the gateway can't write its log; %d answers are missing in it so far: %s"
+                logger.warning(form, self.num_lost, error)
                 return
             with self._lock:
                 for prompt_hash, output_hash, packed in waiting:
@@ -319,7 +321,8 @@ class GatewayLog:
                 for prompt_hash, output_hash, *_ in records:
                     self._index(prompt_hash, output_hash, number, start + records.tell() - segment.size)
             except (ValueError, TypeError, msgpack.UnpackException) as error:
-                logger.warning("gateway log, segment %d: the rest is left out: %s", number, error)
+                form = "segment %d of the gateway log is damaged, so the rest of it is not used: %s"
+                logger.warning(form, number, error)
         return segment.size > start
 
 

@@ -187,7 +187,7 @@ class RequestReader:
             known = key in _SERVED or key in _NATIVE or key in _PASSED or key in _REFUSED
             if not known and key not in self._ignored and len(self._ignored) < MAX_IGNORED:
                 self._ignored.add(key)
-                logger.warning("the gateway ignores the parameter %.80r of a request (said once)", key)
+                logger.warning("the gateway ignores the parameter %.80r of requests (logged only once)", key)
 
     def _parse_prompts(self, wire: Wire, body: dict[str, Any]) -> tuple[str, list[list[int]], bool]:
         """Return the name of the field, the token ids of each prompt, and whether the field held a list."""

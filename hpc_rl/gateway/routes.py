@@ -94,11 +94,11 @@ def _make_handler(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
             return web.json_response(writer.make_whole(completions))
         except (FieldRefused, InputRefused) as error:
             gateway.counters.refused += 1
-            logger.info("refused: %s", error)
+            logger.info("the gateway refused a request: %s", error)
             return _answer_error(400, error)
         except (RoleFailed, RequestRefused) as error:
             gateway.counters.unanswered += 1
-            logger.warning("a request could not be answered: %s", error)
+            logger.warning("the gateway could not answer a request: %s", error)
             return _answer_error(503 if isinstance(error, RoleFailed) else 500, error)
         except ClientGone:
             gateway.counters.abandoned += 1

@@ -19,6 +19,12 @@ def server(pool: str, index: int) -> str:
     return f"{servers(pool)}/{index}"
 
 
+def describe_server(key: str) -> str:
+    """Return the name of a replica in messages, from the key of its lease."""
+    pool, _, index = key.removeprefix("server/").rpartition("/")
+    return f"server {index} of pool {pool}"
+
+
 def rendezvous(attempt: str, incarnation: int) -> str:
     """Record of rank 0 of one trainer incarnation: {"address", "port"} of the process group's store."""
     return f"trainer/{attempt}/{incarnation}"

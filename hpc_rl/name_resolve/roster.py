@@ -113,7 +113,8 @@ class Registrar:
             self._names.write_volatile(prefix, record)
         except OSError as error:
             if not self._is_failing:
-                logger.warning("can't write the roster of %s, so readers read its leases: %s", prefix, error)
+                form = "the supervisor can't write the list of %s, so readers read each file instead: %s"
+                logger.warning(form, prefix, error)
             self._is_failing = True
             return
         self._is_failing = False
@@ -185,7 +186,8 @@ class RosterReader:
         if self._missing_since is None:
             self._missing_since = now
         if not self._is_logged and (self._moved_at > -math.inf or now - self._missing_since > STUCK_S):
-            logger.info("no supervisor keeps the roster of %s now: reading each lease", self._prefix)
+            form = "no supervisor keeps the list of %s now, so this process reads each file instead"
+            logger.info(form, self._prefix)
             self._is_logged = True
 
 

@@ -192,7 +192,7 @@ class NameResolve:
         for part in parts:
             if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(RECORD) or EPOCH in part:
                 raise ConfigError(
-                    f"name-resolve key {key!r}: {part!r} can't be a part: 1 to 128 letters, digits and "
+                    f"name-resolve key {key!r}: {part!r} is not allowed: use 1 to 128 letters, digits and "
                     ". _ + = @ -, a letter or digit first, without '..', '.epoch-' and a final '.json'"
                 )
         return self.root.joinpath(*folders, name + suffix)

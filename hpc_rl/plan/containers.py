@@ -109,7 +109,7 @@ def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
         ("", "the working directory", workdir),
     ):
         if set(str(path)) & set(SEPARATORS) and any(unit.container for unit in plan.units):
-            why = f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}"
+            why = f"{what}, {path}, can't be mounted in a container: it has one of {' '.join(SEPARATORS)}"
             raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=why))
 
 

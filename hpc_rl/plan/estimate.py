@@ -561,7 +561,7 @@ def _check_copies(config: Config, plan: Plan, shape: ModelShape) -> Iterator[Ref
 def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[Refusal]:
     load = found.load
     if load.on_gpu and found.gpu_bytes is None:
-        why = "the size of the GPUs is unknown, so GPU memory was not checked: set cluster.gpu_mem_gb"
+        why = "the memory of the GPUs is unknown, so it was not checked: set cluster.gpu_mem_gb"
         yield make_note("", why, Kind.MACHINE, related=(_GPU_MEMORY,))
     unlimited = load.on_gpu and load.engine.mb_spec.max_tokens_per_mb is None
     if unlimited and load.tokens > found.work.longest * found.work.together:
@@ -572,7 +572,7 @@ def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[Refus
     if found.gpu_bytes and not found.problems:
         used = found.trainer.device_bytes / found.gpu_bytes
         if 0.9 < used <= 1:
-            why = f"a trainer rank fills {used:.0%} of its GPU: fragmentation may take the rest"
+            why = f"a trainer rank fills {used:.0%} of its GPU, so it may run out of memory"
             yield make_note("", why, Kind.MACHINE, related=(_GPU_MEMORY,))
 
 

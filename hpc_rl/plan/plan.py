@@ -51,7 +51,7 @@ def make_plan(
     pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
     demand = Demand(train.num_units or 1, pools, together=train.multiple)
     if demand.units > MAX_UNITS:
-        why, use = f"needs {demand.units} units", f"at most {MAX_UNITS} are allowed"
+        why, use = f"needs {demand.units} GPUs or processes", f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(_refuse_allocation(allocation, Kind.VALUE, why, use))
     placement = _find_placement(shared, allocation, demand)
     _refuse_idle_ranks(config, train)
@@ -184,7 +184,7 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
             option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
             size = get_value(pool_view.view_pool(config, servers.pool), option)
             if servers.t % size:
-                why = f"must divide the GPUs of a server: allocation_mode {allocation} has t {servers.t}"
+                why = f"must divide the GPUs of a server, t {servers.t} of allocation_mode {allocation}"
                 related = ("allocation_mode",)
                 raise ConfigError(
                     Refusal(option=option, value=size, kind=Kind.CONFLICT, why=why, related=related)
@@ -253,7 +253,7 @@ def _note_slow_groups(allocation: Allocation, train: Train, placement: Placement
     """Yield a note if the tensor ranks of a group are on several nodes."""
     if placement.ranks_per_node % train.t:
         apart = f"t {train.t} does not divide the {placement.ranks_per_node} ranks of a node"
-        why = f": {apart}, so tensor ranks of one group wait for the network"
+        why = f"may be slow: {apart}, so some tensor groups span nodes"
         yield make_note("allocation_mode", why, Kind.MACHINE, value=allocation, related=_SIZES)
 
 
@@ -265,8 +265,8 @@ def _refuse_idle_ranks(config: Config, train: Train) -> None:
         factors += ["gconfig.n_samples", "actor.ppo_n_minibatches"]
     if rows < (train.d or 1):
         product = " * ".join(factors[:2]) + "".join(f" / {name}" for name in factors[2:])
-        why = f": {train.d} data ranks share {rows} row(s) per update ({product})"
-        use = f"use {replace(train, d=max(rows, 1))} or less, or more rows"
+        why = f": an update has {rows} row(s) ({product}) for {train.d} data ranks, but each needs one"
+        use = f"use {replace(train, d=max(rows, 1))} or less, or a larger train_dataset.batch_size"
         name = "allocation_mode"
         raise DoesNotFit(Refusal(option=name, kind=Kind.CONFLICT, why=why, use=use, related=tuple(factors)))
 
@@ -419,7 +419,7 @@ def _refuse_shared_gpus(units: Sequence[Unit]) -> None:
                     option="launcher.trainer_start",
                     value="mpiexec",
                     kind=Kind.CONFLICT,
-                    why=f": {node}, and only srun divides them",
+                    why=f": {node}, which mpiexec can't divide",
                     use="give the trainer its own nodes, set launcher.slurm.gpus_by null on whole nodes, or "
                     "use trainer_start srun with launcher.slurm.srun_mpi",
                     related=("allocation_mode", "cluster.n_nodes", "launcher.slurm.gpus_by"),

@@ -35,7 +35,8 @@ def check(config: Config, allocation: Allocation) -> Iterator[Refusal]:
     if train := allocation.train:
         for section, engine in list_models(config):
             if engine.backend not in ("", train.backend):
-                why, use = f"is not the engine of allocation_mode {allocation}", "make them agree"
+                why = f"contradicts allocation_mode {allocation}, which trains with {train.backend}"
+                use = f"set {train.backend}, or remove the option"
                 yield _refuse(option=f"{section}.backend", value=engine.backend, why=why, use=use)
             yield from _check_sizes(section, engine, train)
             yield from _check_context(section, engine, train, config.cluster.n_gpus_per_node > 0)
@@ -51,7 +52,13 @@ def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> Itera
     if train.backend == "megatron" and parts > 1 and train.p == 1:
         name, why = f"{section}.megatron.virtual_pipeline_size", f"has no effect with {train}"
         why += ", which has one stage"
-        yield _refuse(option=name, value=parts, kind=Kind.NO_EFFECT, why=why, use="use p, or remove it")
+        yield _refuse(
+            option=name,
+            value=parts,
+            kind=Kind.NO_EFFECT,
+            why=why,
+            use="set p to 2 or more in allocation_mode, or remove the option",
+        )
 
 
 def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpus: bool) -> Iterator[Refusal]:
@@ -89,28 +96,30 @@ def _check_model(
     by_fsdp = f"use {Train('fsdp', d=train.num_units)}"
     backend, kind = TRAIN_BACKENDS[train.backend], str(content.get("model_type", ""))
     if backend.model_types and kind not in backend.model_types:
-        known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
+        known = (
+            f"the {train.backend} backend can't train {kind} models, only {', '.join(backend.model_types)}"
+        )
         yield refuse(why=f": {known}", use=by_fsdp)
         return
     if train.backend == "megatron" and (odd := find_odd_layers(content)):
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
-        why = f": the megatron backend can't have a model with {named} (config.json)"
+        why = f": the megatron backend can't train a model with {named} (config.json)"
         yield refuse(why=why, use=by_fsdp)
         return
     for letter, kinds in backend.divided_types.items():
         if getattr(train, letter) > 1 and kind not in kinds:
-            known = f"{train.backend} has no {letter} for {kind} models, only for {', '.join(kinds)}"
+            known = f"{train.backend} can't divide {kind} models by {letter}, only {', '.join(kinds)}"
             yield refuse(why=f": {known}", use=f"use {Train(train.backend, d=train.num_units)}")
             return
     is_packed = section != "ref" if train.backend == "megatron" else train.c > 1
     if is_packed and content.get("attention_dropout") and not engine.disable_dropout:
         use = f"set {section}.disable_dropout true, or use fsdp:d{train.num_units}"
-        why = f"has attention_dropout {content['attention_dropout']}, which {train} can't have"
+        why = f"has attention_dropout {content['attention_dropout']}, which {train} does not support"
         related = (f"{section}.disable_dropout", "allocation_mode")
         yield refuse(why=why, use=use, related=related)
     if train.backend == "fsdp" and train.c > 1 and (kind := find_rotary_type(content)) in BY_LENGTH:
         # each rank would rotate its tokens by the longest row of its part
-        yield refuse(why=f"has rope_type {kind}, which c can't divide", use=by_fsdp)
+        yield refuse(why=f"has rope_type {kind}, which does not work with c in allocation_mode", use=by_fsdp)
     shape = ModelShape.of(content)
     if shape is None:
         return

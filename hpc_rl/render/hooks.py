@@ -94,6 +94,6 @@ def _load_text(path: Path, option: str = "") -> str:
         why = f"{what} can't be read: {reason}"
         raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why, use=use)) from error
     if "\0" in text:
-        why = f"{what} is not a script: it holds NUL bytes"
+        why = f"{what} is not a script, because it has NUL bytes"
         raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why))
     return text

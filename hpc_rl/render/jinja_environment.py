@@ -45,7 +45,7 @@ def sh(value: Any) -> str:
     """Return one shell word. Raises jinja2.UndefinedError for None, ConfigError for a NUL byte."""
     text = str(_check_present(value))
     if "\0" in text:
-        raise ConfigError(f"{text!r} holds a NUL byte, which no shell word can.")
+        raise ConfigError(f"{text!r} has a NUL byte, which no argument of a command can have.")
     return shlex.quote(text)
 
 
@@ -88,7 +88,9 @@ def sbatch_words(arguments: Iterable[Sequence[str]]) -> str:
 def without(text: str, *names: str) -> str:
     """Drop options from `#SBATCH` lines, as `{{ super() | without("--mem") }}` in an override."""
     if wrong := [name for name in names if not name.startswith("--")]:
-        raise ConfigError(f"the filter without takes long options of sbatch, as --mem, not {wrong[0]!r}.")
+        raise ConfigError(
+            f"the template filter `without` takes long options of sbatch, such as --mem, not {wrong[0]!r}."
+        )
     for name in names:
         text, count = re.subn(rf"(?m)^##?SBATCH {re.escape(name)}(=.*)?\n", "", text)
         _record(f'without("{name}")', bool(count))

@@ -169,12 +169,12 @@ def exclude_nodes(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLaun
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
     """Raise ConfigError for hooks that the layout can't run on their nodes."""
     if hooks := find_unplaced_hooks(plan.layout, events):
-        why = "(or hooks.d of the site) does not work with launcher.slurm.layout hetjob: one srun spans no "
+        why = "(or hooks.d of the site) does not work with launcher.slurm.layout hetjob: no srun can "
         raise ConfigError(
             Refusal(
                 option=f"launcher.hooks.{hooks[0]}",
                 kind=Kind.CONFLICT,
-                why=f"{why}components here",
+                why=f"{why}run on the nodes of all its components",
                 use="use layout allocation or jobs, or remove the hook",
                 related=("launcher.slurm.layout",),
             )

@@ -63,7 +63,7 @@ def resolve_template(template: str) -> str:
         file = name.partition("/")[2]
         if template in (name, file, file.split(".")[0]):
             return name
-    raise ConfigError(f"no template {template!r}; known: {', '.join(list_templates())}.")
+    raise ConfigError(f"there is no template {template!r}; known: {', '.join(list_templates())}.")
 
 
 def find_overrides(layers: Sequence[Path]) -> list[Override]:

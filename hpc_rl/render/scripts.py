@@ -128,7 +128,7 @@ def _render(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str
         return jinja.get_template(template).render(values | own)
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
-        why = f"the template {template}{changed} does not render ({type(error).__name__}): {error}"
+        why = f"the template {template}{changed} has an error ({type(error).__name__}): {error}"
         raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, related=(_OWN,))) from error
     except RecursionError as error:
         why, use = f"the template {template} extends itself", f"write `below/{template}` in {overrides[0]}"
@@ -152,7 +152,7 @@ def _make_common_values(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) 
         ("", "the working directory", stamp.workdir),
     ):
         if ":" in str(path) or LINE_BREAK.search(str(path)):
-            why = f"{what} {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no "
+            why = f"{what} {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines can't have colons or "
             raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=f"{why}line breaks"))
     containers.check_places(plan, trial.dir, stamp.workdir)
     return vars(stamp) | {

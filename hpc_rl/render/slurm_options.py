@@ -106,7 +106,7 @@ def split_words(argument: str) -> list[str]:
     try:
         found = shlex.split(argument, posix=True)
     except ValueError as error:
-        raise ConfigError(refuse(why=f": {argument!r} can't be read: {error}")) from error
+        raise ConfigError(refuse(why=f": {argument!r} can't be split into arguments: {error}")) from error
     if not found or LINE_BREAK.search(argument):
         why, use = f": {argument!r} is not a valid sbatch option", "write one per item, as --licenses=a:1"
         raise ConfigError(refuse(why=why, use=use))

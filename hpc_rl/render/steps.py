@@ -43,7 +43,9 @@ def make_launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[s
             "program": command.program,
         }
         if lines.setdefault(name, line) != line:
-            raise ConfigError(f"the units of {name} differ, but steps.sh has one launch line for them.")
+            raise ConfigError(
+                f"the processes of {name} differ in their options, but steps.sh starts them with one srun."
+            )
     return list(lines.values())
 
 

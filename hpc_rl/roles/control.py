@@ -63,7 +63,9 @@ class Stacks:
             file = self._file = path.open("ab", buffering=0)
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         except OSError as error:  # a full disk must not keep a role from starting
-            logger.warning("no stacks can be written: %s", error)
+            logger.warning(
+                "this process can't write its Python stacks, which would help to debug a hang: %s", error
+            )
 
     def dump(self) -> None:
         if self._file is not None:
@@ -147,7 +149,7 @@ def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> Non
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
     if exit_code is None:
-        logger.error("the supervisor's pipe closed: exiting at once")
+        logger.error("the supervisor has ended, so this process ends at once")
     os._exit(ExitCode.KILLED_BY_SYSTEM if exit_code is None else exit_code)
 
 
@@ -169,4 +171,4 @@ def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks:
         case ["unit", *words]:
             about_units.put(words)
         case _:
-            logger.warning("unknown control message from the supervisor: %s", line)
+            logger.warning("the supervisor sent an unknown message, which is ignored: %s", line)

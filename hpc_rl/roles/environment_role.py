@@ -36,7 +36,7 @@ HIDDEN_VARIABLES = ("SLURM_JOB_NODELIST", "INFER_TP", "NUM_TRAINING_NODES")
 def serve_environment(context: role.Context) -> int:
     """Run the command until it has finished, or until asked to stop."""
     if not isinstance(context.config, GRPOConfig) or context.config.environments is None:
-        raise ConfigError("the trial's configuration lacks section environments")
+        raise ConfigError("the trial's configuration has no section environments; submit the trial again")
     name, command = list(context.config.environments.commands.items())[context.index]
     names = open_names(context.trial, context.config)
     while not context.stopping.is_set():
@@ -70,7 +70,7 @@ def _run_command(context: role.Context, names: NameResolve, argv: list[str], url
     """Return the exit code of the command; None if it was ended here, to stop or to restart it."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
     correct(environment, [urlsplit(url).hostname or ""])
-    logger.info("starting %s", shlex.join(argv))
+    logger.info("the environment is started: %s", shlex.join(argv))
     process = TiedProcess(argv, environment, subprocess.PIPE)
     relay = threading.Thread(target=_relay, args=(process, context.tokens["data"]), daemon=True)
     relay.start()
@@ -79,7 +79,7 @@ def _run_command(context: role.Context, names: NameResolve, argv: list[str], url
             if context.stopping.wait(POLL_S):
                 return _wait_for_end(process)
             if _find_rollout_url(names) not in (None, url):
-                logger.warning("the rollout API has another URL: starting the environment again")
+                logger.warning("the rollout API has a new URL, so the environment is started again")
                 return None
         return code if code >= 0 else 128 - code
     finally:

@@ -48,7 +48,7 @@ def _keep(trial: Trial, args: argparse.Namespace) -> int:
         flags.append("--het-group=1")
     others = [name for name in expand(nodes) if name != args.first_node]
     own = [sys.executable, "-m", "hpc_rl.roles.first_node_watch", "watch", *sys.argv[2:]]
-    logger.info("watches on two of %s: %s", ",".join(others), shlex.join(own))
+    logger.info("two of the nodes %s watch the first node: %s", ",".join(others), shlex.join(own))
     steps = WatchSteps(
         others,
         flags,
@@ -81,7 +81,7 @@ def _watch(trial: Trial, args: argparse.Namespace) -> int:
     try:
         Watch(job, names, own, hosts, args.number, look_every_s).run()
     except Stale as error:
-        logger.info("another watch has taken the place of this one: %s", error)
+        logger.info("this watch of the first node ends, because another one has replaced it: %s", error)
     return 0
 
 

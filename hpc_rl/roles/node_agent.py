@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,9 @@ def select_gpus(
     name = next((name for name in (variable, *OF_STEP) if environ.get(name)), "")
     gpus = environ[name].split(",") if name else [str(number) for number in range(total)]
     if len(gpus) < total:
-        raise ConfigError(f"the replicas of this node need {total} GPUs, but {name} is {','.join(gpus)}")
+        raise ConfigError(
+            f"the servers of node {socket.gethostname()} need {total} GPUs, but {name} is {','.join(gpus)}"
+        )
     return {**others, variable: ",".join(gpus[first : first + unit.gpus_per_task])}
 
 
@@ -149,7 +152,7 @@ class Replicas:
         finally:
             os.sched_setaffinity(0, self._all_cpus)
         [record] = handle.children
-        logger.info("%s %d.%d is process %d", unit.role, index, incarnation, record.pid)
+        logger.info("%s %d (start %d) runs as process %d", unit.role, index, incarnation, record.pid)
         self._running[index, incarnation] = handle
 
     def _report_not_started(self, unit: Unit, incarnation: int, error: ConfigError | OSError) -> None:
@@ -160,7 +163,7 @@ class Replicas:
             record = ExitRecord(code=ExitCode.CANNOT_WRITE, reason=reason, failure=FailureClass.DISK_FULL)
         else:
             record = ExitRecord(code=ExitCode.FAILED, reason=reason)
-        logger.error("%s %d.%d %s", unit.role, unit.index, incarnation, reason)
+        logger.error("%s %d (start %d) %s", unit.role, unit.index, incarnation, reason)
         with contextlib.suppress(OSError):  # full disk
             path = self._attempt.exit_record(unit.role, unit.index, incarnation, 0)
             write_json(path, record.to_json())
@@ -177,10 +180,10 @@ class Replicas:
                         f"oom_kill: the kernel killed {self._oom_kills - known} processes for memory\n"
                     )
             except OSError as error:
-                logger.warning("%s can't be written: %s", path, error)
+                logger.warning("the note about a kill for memory can't be written to %s: %s", path, error)
 
     def _report(self, index: int, incarnation: int, code: int) -> None:
-        logger.info("%s %d.%d exited with %d", self._step[0].role, index, incarnation, code)
+        logger.info("%s %d (start %d) ended with exit code %d", self._step[0].role, index, incarnation, code)
         try:
             os.write(1, f"exited {index} {incarnation} {code}\n".encode())
         except OSError as error:

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterable, MutableMapping
@@ -68,11 +69,14 @@ class NodeDirectory:
             self._fd = _make_own(self.path)
         except OSError as error:
             if local_dir:
-                why = f"can't be used on this node: {error}"
+                why = f"can't be used on node {socket.gethostname()}: {error}"
                 raise ConfigError(
                     Refusal(option="cluster.local_dir", value=place, kind=Kind.MACHINE, why=why)
                 ) from error
-            logger.warning("no directory for caches on this node: %s", error)
+            logger.warning(
+                "compiled kernels are not cached on this node, because it has no directory for them: %s",
+                error,
+            )
             return
         for name, folder in CACHES.items():
             environ.setdefault(name, str(self.path / folder))

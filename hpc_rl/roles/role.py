@@ -157,7 +157,7 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
     try:
         write_json(attempt.exit_record(*process), record.to_json())
     except OSError as error:  # a full disk: the supervisor still sees the exit code
-        logger.error("the exit record can't be written: %s", error)
+        logger.error("this process can't record why it ends; the trial sees only its exit code: %s", error)
     stacks.close()
     if node:
         node.leave(record.final or record.code in (ExitCode.DONE, ExitCode.STOPPED))

@@ -115,7 +115,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
     record = {"url": url, **who}
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record)
-    logger.info("serving batches, epoch %d", lease.epoch)
+    logger.info("the rollout role serves batches at %s", url)
     report_to = context.attempt.rollout_report(context.incarnation)
     report = keep_reporting(
         report_to, lambda: describe_progress(service), lambda: report_servers(count_live_servers())
@@ -164,7 +164,7 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
                 await asyncio.to_thread(lease.renew, record | waits)
         # a shared file system may fail for a while; the ledger's own writes decide whether we live
         except OSError as error:
-            logger.warning("can't renew the lease: %s", error)
+            logger.warning("the rollout role can't write its sign of life and tries again: %s", error)
 
 
 async def _wait_for_stop(context: role.Context) -> None:

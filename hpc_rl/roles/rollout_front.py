@@ -57,7 +57,7 @@ class RolloutFront:
             # restart only after a kill: the supervisor handles other exits
             if self._stopping or code >= 0 or restarts > MAX_RESTARTS:
                 return code if code >= 0 else 128 - code
-            logger.warning("the rollout role was ended by signal %d; starting it again", -code)
+            logger.warning("the rollout role was killed by signal %d, so it is started again", -code)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         self._stopping |= number != signal.SIGUSR1
@@ -119,7 +119,11 @@ def _bind_again(port: int) -> socket.socket | None:
             return net.bind(port=port)
         except OSError as error:
             if time.monotonic() > until_s:
-                logger.warning("port %d is taken (%s): environments need the new URL", port, error)
+                logger.warning(
+                    "port %d is taken (%s), so the rollout API moves; `hpc-rl env urls` shows its new URL",
+                    port,
+                    error,
+                )
                 return None
             time.sleep(PORT_POLL_S)
 

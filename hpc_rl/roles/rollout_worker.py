@@ -145,7 +145,7 @@ def make_endpoint(
     if pool.api_key_env and not key:
         option, why = (
             f"pools.{name}.api_key_env",
-            ": the job's environment has no such variable, or it is empty",
+            "is not set in the environment of the job, or is empty; export it before you submit",
         )
         raise ConfigError(Refusal(option=option, value=pool.api_key_env, kind=Kind.MACHINE, why=why))
     rollout = config.rollout

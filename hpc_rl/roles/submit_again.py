@@ -72,7 +72,7 @@ def _submit_servers(trial: Trial, args: argparse.Namespace) -> None:
     tag = job.tag if job and job.tag else f"hpc-rl:{trial}:{args.job_id}"
     made = ensure_servers(trial, plan, args.job_id, tag, SlurmScheduler())
     if made:
-        logger.info("no server of job %s was left: submitted as job %s", args.job_id, made)
+        logger.info("no servers of job %s were left, so job %s is submitted for them", args.job_id, made)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ def train_rank(context: Context) -> int:
     )
     if mpi:
         mpi.finish()
-    log_start(context, "all ranks have joined")
+    log_start(context, "all ranks of the trainer have joined")
     if store is not None and context.config.launcher.check_collectives:
         found = collectives.check(store, device, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         log_start(context, f"the collectives work: {found.summary}")
         for node, reason in found.slow.items():
-            logger.warning("node %s is slow: %s", node, reason)
+            logger.warning("the network of node %s is slow: %s", node, reason)
     train_part = parse(context.plan.allocation).train
     assert train_part is not None, "a plan with a trainer names its engine"
     start = TrainerContext(

@@ -63,7 +63,8 @@ class RolloutClient:
         try:
             self._request("POST", "/retain", {"step": step})
         except (OSError, http.client.HTTPException, LookupError) as error:
-            logger.info("could not send retain(%d) to the rollout service: %s", step, error)
+            form = "the trainer could not tell the rollout role that it needs no batch up to %d: %s"
+            logger.info(form, step, error)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -99,16 +100,20 @@ class RolloutClient:
                 raise Stale(body.decode(errors="replace"))
             if status != 204:
                 asked, reason = path.partition("?")[0], body.decode(errors="replace")
-                raise RoleFailed(f"the rollout role answered {status} to {asked}: {reason}")
+                raise RoleFailed(
+                    f"the rollout role refused the request {asked} with status {status}: {reason}"
+                )
         return None
 
     def _is_away(self, why: str) -> None:
         now = time.monotonic()
         if self._away_since is None:
-            logger.warning("the rollout role is away (%s): waiting for it", why)
+            logger.warning("the rollout role does not answer (%s); the trainer waits for it", why)
             self._away_since = now
         if now - self._away_since > self.deadline_s:
-            raise RoleFailed(f"the rollout role was away for {self.deadline_s:.0f} s: {why}")
+            raise RoleFailed(
+                f"the rollout role did not answer the trainer for {self.deadline_s:.0f} s: {why}"
+            )
 
     def _request(self, method: str, path: str, payload: dict[str, Any] | None) -> tuple[int, bytes]:
         data = None if payload is None else json.dumps(payload).encode()

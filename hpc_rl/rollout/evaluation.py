@@ -76,7 +76,7 @@ class Evaluations:
         task = self._tasks[version]
         await asyncio.wait({task}, timeout=wait_s)
         if task.cancelled():
-            raise Stale(f"the evaluation of {version} was dropped for newer ones")
+            raise Stale(f"the evaluation of weights {version} was dropped, because newer ones wait")
         return task.result() if task.done() else None
 
     def cancel_before(self, lineage: int) -> None:
@@ -153,7 +153,9 @@ class Evaluations:
                     break
                 made_by = [WeightVersion.parse(label) for label in outcome["versions"]]
                 if newer := [one for one in made_by if one > version]:
-                    raise Stale(f"the servers have {newer[-1]} by now: {version} can't be evaluated any more")
+                    raise Stale(
+                        f"weights {version} can't be evaluated any more, because the servers have {newer[-1]}"
+                    )
                 if made_by in ([], [version]):
                     scored[position] = outcome
                     break

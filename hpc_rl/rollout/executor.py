@@ -148,17 +148,18 @@ class Executor:
                 lost, slot.tickets, slot.blocked = list(slot.tickets), set(), ""
             code = await pipes.wait_for_exit(slot.process)
             if code == ExitCode.BAD_CONFIG:
-                unknown = "an executor worker rejected the configuration without giving a reason"
+                where = "see the log of the rollout role (`hpc-rl logs TRIAL --role rollout`)"
+                unknown = f"rollout worker {slot.number} can't use the configuration; {where}"
                 raise ConfigError(slot.error or unknown)
             self.restarts += 1
             slot.short_lives = 0 if time.monotonic() - began > LONG_LIFE_S else slot.short_lives + 1
             if slot.short_lives >= MAX_SHORT_LIVES:
                 raise RoleFailed(
-                    f"executor worker {slot.number} exited {slot.short_lives} times in a row, "
-                    f"last with code {code}" + (f": {slot.error}" if slot.error else "")
+                    f"rollout worker {slot.number} ended {slot.short_lives} times in a row, "
+                    f"last with exit code {code}" + (f": {slot.error}" if slot.error else "")
                 )
             pause_s = min(MAX_BACKOFF_S, 0.1 * 4 ** (slot.short_lives - 1)) if slot.short_lives else 0.0
-            form = "executor worker %d exited with code %d: its %d prompts are issued again"
+            form = "rollout worker %d ended with exit code %d and is started again, with its %d prompts"
             logger.warning(form, slot.number, code, len(lost))
             self.on_lost(lost)
             await asyncio.sleep(pause_s)

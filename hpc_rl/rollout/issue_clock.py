@@ -58,9 +58,9 @@ class IssueClock:
         left_s = self._left_s()
         holds = left_s is not None and left_s <= self.usual_s
         if holds != self.holding:
-            left = "no end is known" if left_s is None else f"{left_s:.1f} s are left"
-            what = "no more prompts are issued" if holds else "prompts are issued again"
-            logger.info("%s: a prompt takes %.1f s, %s", what, self.usual_s, left)
+            left = "the job has no known end" if left_s is None else f"{left_s:.1f} s of the job are left"
+            what = "no new prompts begin" if holds else "new prompts begin again"
+            logger.info("%s, because a prompt takes %.1f s and %s", what, self.usual_s, left)
         self.holding = holds
         return holds
 

@@ -118,5 +118,5 @@ class MultiTurn:
         except ToolFailed as error:
             if error.frames and error.frames not in self._logged:
                 self._logged.add(error.frames)
-                logger.warning("tool %s, first %s\n%s", path, error, error.frames)
+                logger.warning("tool %s raised for the first time: %s\n%s", path, error, error.frames)
             return f"error: {error}"

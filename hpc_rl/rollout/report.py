@@ -89,7 +89,10 @@ async def keep_reporting(
                     last, written_at = now, time.monotonic()
                     await asyncio.to_thread(write_json, path, {"time": time.time(), **now})
             except OSError as error:
-                logger.warning("the report for status can't be written: %s", error)
+                logger.warning(
+                    "the rollout role can't write its report, so `hpc-rl status` shows an older one: %s",
+                    error,
+                )
             await asyncio.sleep(every_s)
     finally:
         # at any end of the role: the last state; its workers end with it, and block nothing

@@ -111,7 +111,9 @@ class Sequencer:
         new lineage published its weights, because results must be reproducible to the bit.
         """
         if lineage < self.log.lineage:
-            raise Stale(f"lineage {lineage} asks, but lineage {self.log.lineage} has begun")
+            raise Stale(
+                f"the trainer of lineage {lineage} was replaced by that of lineage {self.log.lineage}"
+            )
         took_over = lineage > self.log.lineage
         if took_over or self.version is None:
             self.log.lineage, self.version = lineage, version

@@ -84,7 +84,7 @@ class ServerPool:
         `max_tokens` limits input and output together, in addition to the pool's own limit.
         """
         if not input_ids:
-            raise InputRefused("it has no token")
+            raise InputRefused("the prompt has no tokens")
         limit, limited_by = self._limit, self._limited_by
         if max_tokens is not None and max_tokens < limit:
             limit, limited_by = max_tokens, f"the workflow's limit is {max_tokens}"
@@ -155,13 +155,13 @@ class ServerPool:
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
-                form = "request %s of pool %s: %d tokens in, at most %d out, weights from %s on"
+                form = "request %s goes to pool %s: %d tokens in, at most %d out, weights from %s on"
                 logger.info(form, request.rid, self.name, *sizes, request.min_version or "any version")
         async with self._slots:
             turns = await self._retry(lambda: self._router.generate_many(requests))
         if self._trace:
             for request, turn in zip(requests, turns, strict=True):
-                form = "request %s: %d tokens out, %s, %s"
+                form = "request %s is answered: %d tokens out, finish reason %s, weights %s"
                 logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
         return turns
 
@@ -175,7 +175,7 @@ class ServerPool:
                 raise Rejection(RejectReason.EXCEPTION, problem) from error
             except RoleFailed as error:
                 # no server is alive or has new enough weights: not the prompt's fault
-                logger.warning("pool %s: %s; waiting", self.name, error)
+                logger.warning("requests to pool %s wait: %s", self.name, error)
                 await asyncio.sleep(1.0)
 
 

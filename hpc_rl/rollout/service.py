@@ -111,7 +111,7 @@ class RolloutService:
         self._kept: list[NoteKept] = []  # answers to send after it is written
         self._cutting = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        form = "batch log: %d batches, %d groups that wait for one, %d prompts rejected; segment %d"
+        form = "the batch log has %d batches, %d groups without a batch, %d rejected prompts (segment %d)"
         logger.info(form, state.top, len(state.ready), state.rejections.total(), self.ledger.segment)
 
     def _load_state(self) -> LogState:
@@ -244,7 +244,9 @@ class RolloutService:
             self._refuse_older(lineage)
             newest, records = await asyncio.to_thread(self._lineages)
             if lineage > max(0, newest):
-                message = f"lineage {lineage} has no record; the newest is {newest}"
+                message = (
+                    f"the trainer is of lineage {lineage}, but the newest in the trial directory is {newest}"
+                )
                 raise Refused(HTTPStatus.TOO_EARLY, message)
             again = self.judged.count_again(self.sequencer.log)
             for record in sorted(records, key=lambda record: record.lineage):
@@ -254,13 +256,16 @@ class RolloutService:
                 await self._begin_new_batches(lineage, self.sequencer.log.top)
             await asyncio.to_thread(self.judged.write)
             if again:
-                logger.info("%d prompts that the earlier reward or workflow rejected are issued again", again)
+                logger.info(
+                    "%d prompts begin again, because an earlier reward or workflow had rejected them", again
+                )
                 self.issued_again = again
             self._begun = lineage
 
     def _refuse_older(self, lineage: int) -> None:
         if lineage < self.sequencer.log.lineage:
-            raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.log.lineage} has begun")
+            newer = self.sequencer.log.lineage
+            raise Stale(f"the trainer of lineage {lineage} was replaced by that of lineage {newer}")
 
     async def _begin_new_batches(self, lineage: int, from_step: int) -> None:
         """Set aside the batches after `from_step` and all unbatched groups: their prompts are issued again.
@@ -285,7 +290,7 @@ class RolloutService:
         self.sequencer.restore(state)
         self._new_batches_of = lineage
         logger.info(
-            "lineage %d begins after batch %d: %d batches are set aside, their prompts issued again",
+            "lineage %d continues after batch %d: %d later batches are set aside, their prompts begin again",
             lineage, from_step, len(state.set_aside),
         )  # fmt: skip
 
@@ -333,7 +338,7 @@ class RolloutService:
             if body is not None:
                 return body
             if self.clock.holding and not self.sequencer.running:
-                logger.info("batch %d can't be cut any more before the trainer is stopped", step)
+                logger.info("batch %d can't be completed before the job ends", step)
                 raise Refused(HTTPStatus.RESET_CONTENT, "")
             if not await self._wait_for_change(deadline):
                 return None
@@ -347,7 +352,10 @@ class RolloutService:
         while True:
             self._refuse_older(lineage)
             if lineage > self.sequencer.log.lineage:
-                raise Refused(HTTPStatus.FORBIDDEN, f"lineage {lineage} has not begun; the trainer begins it")
+                raise Refused(
+                    HTTPStatus.FORBIDDEN,
+                    f"the trainer of lineage {lineage} has asked for no batch yet: ask again later",
+                )
             self._refuse_skipping(step)
             body = self._bodies.get(step) or await self._load_sealed(step)
             if body is not None or not await self._wait_for_change(deadline):
@@ -356,7 +364,9 @@ class RolloutService:
     def _refuse_skipping(self, step: int) -> None:
         top = self.sequencer.log.top
         if step > top + 1:
-            problem = f"batch {step} of {top} was asked for: part of the batch log may be missing"
+            problem = (
+                f"the batch log has {top} batches, so batch {step} can't be next: is a part of it missing?"
+            )
             raise Refused(HTTPStatus.PRECONDITION_FAILED, problem)
 
     async def _wait_for_change(self, deadline: float) -> bool:
@@ -371,7 +381,7 @@ class RolloutService:
     async def _load_sealed(self, step: int) -> bytes | None:
         trimmed = self.sequencer.log.trimmed
         if step <= trimmed:
-            message = f"batch {step} was trimmed; the oldest that is kept is {trimmed + 1}"
+            message = f"batch {step} is deleted already; the oldest that is kept is {trimmed + 1}"
             raise Refused(HTTPStatus.GONE, message)
         seal = self.sequencer.log.seals.get(step)
         return (
@@ -396,7 +406,10 @@ class RolloutService:
                 if ours:
                     self.sequencer.add_seal(seal)
                 else:
-                    logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
+                    logger.warning(
+                        "batch %d exists already, from an earlier start of the rollout role, and is used",
+                        step,
+                    )
                     self._adopt()
             self._issue()
             self._changed.set()
@@ -416,7 +429,9 @@ class RolloutService:
         return body
 
     async def _skip_to(self, step: int) -> None:
-        logger.warning("the ledger is empty, but batch %d is asked for: beginning there", step)
+        logger.warning(
+            "the batch log is empty, but the trainer asks for batch %d: the log begins there", step
+        )
         async with self._end_on_error():
             self.sequencer.skip_to(step)
             self.ledger.append_base(self.sequencer.log.summarize(step - 1))
@@ -468,6 +483,9 @@ class RolloutService:
             self.observe(version.lineage, version.step)
             self.evaluations.begin(version)
         elif version not in self.evaluations:
-            raise Refused(HTTPStatus.FORBIDDEN, f"version {version} is not evaluated; the trainer begins it")
+            raise Refused(
+                HTTPStatus.FORBIDDEN,
+                f"weights {version} are not being evaluated; only the trainer begins that",
+            )
         async with self._end_on_error(UserCodeFailed, ConfigError):  # from a held-out row
             return await self.evaluations.wait_for_result(version, wait_s)

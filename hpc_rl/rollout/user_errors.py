@@ -101,7 +101,9 @@ class Faults:
         place = str(frame.get("place") or "")
         if place and place not in self._logged:
             self._logged.add(place)
-            logger.warning("first %s:\n%s", place, frame.get("trace"))
+            logger.warning(
+                "user code failed for the first time in this way: %s\n%s", place, frame.get("trace")
+            )
 
     def count_rejection(self, reason: str, in_a_row: int, rejections: Counter[str]) -> RoleFailed | None:
         """Count a rejection, the latest in a row; return the error that ends the role, or None."""
@@ -119,7 +121,7 @@ class Faults:
 
     def make_unscored_error(self, left_out: int) -> RoleFailed:
         """Return the error for an evaluation in which no prompt had a reward."""
-        story = f"no held-out prompt could be scored, {left_out} were left out"
+        story = f"no held-out prompt could be scored, all {left_out} were left out"
         story += f"; the last exception: {self.last_error}" if self.last_error else ""
         # after an exception a server may come back; a rejection happens again
         return RoleFailed(story) if self._last_op == "failed" else UserCodeFailed(story)

@@ -106,7 +106,7 @@ class Worker:
             # all servers would refuse it: it was not sent to another one
             return reject(RejectReason.REFUSED, f"refused by a server: {error}")
         except EndpointUnavailable as error:
-            logger.warning("prompt %d is given back: %s", index, error)
+            logger.warning("prompt %d will begin again, because it failed: %s", index, error)
             return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))
         except (Exception, SystemExit) as error:
             # from the user's workflow or a request: the prompt is issued again, a few times
@@ -131,7 +131,7 @@ class Worker:
     def tell_blocked(self, place: str, trace: str) -> None:
         """Report a call of user code that blocks the event loop; empty texts report its return."""
         if place:
-            form = "%s blocks the event loop of this worker, and all its prompts wait for it:\n%s"
+            form = "%s blocks this rollout worker (use await or a thread), so all its prompts wait:\n%s"
             self._log(f"blocked {place}", form, place, trace, counted="times")
         self._write(pipes.pack(LoopBlocked(op="blocked", place=place, trace=trace)))
 

@@ -93,7 +93,9 @@ class Sampler:
             return (await self._generate([self._request(list(input_ids), sample, max_tokens)]))[0]
         chosen = self._find(pool)
         if not isinstance(chosen, ServerPool):
-            raise ConfigError(f"pool {pool!r} is an endpoint elsewhere: it takes messages (ask), not tokens.")
+            raise ConfigError(
+                f"pool {pool!r} is an external endpoint, which takes messages, not tokens: call ask()."
+            )
         seed = self._make_seed(label, sample)
         request = chosen.request(list(input_ids), seed, self._get_min_version(chosen), max_tokens=max_tokens)
         return (await chosen.generate([request]))[0]

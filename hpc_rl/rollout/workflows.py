@@ -1,4 +1,7 @@
-"""The table of built-in workflows, and loading of the user's by import path."""
+"""The table of built-in workflows, and loading of the user's by import path.
+
+A new one also needs its name in BUILT_IN and its options in WORKFLOW_ARGS (config/rules/generation_rules.py).
+"""
 
 import functools
 import inspect
@@ -51,17 +54,17 @@ def load_workflow(config: GRPOConfig) -> Workflow:
             signature.bind(**args)
         except TypeError as error:
             made_by = f"{path}.create" if create else path
-            why = f": {made_by} does not take them: {error}"
+            why = f"do not fit the parameters of {made_by}: {error}"
             raise ConfigError(
                 Refusal(option="rollout.workflow_args", kind=Kind.CONFLICT, why=why, related=(option,))
             ) from error
         try:
             workflow = make(**args)
         except MISTAKES as error:
-            why = f"can't be made: {Raised.from_error(error).text}"
+            why = f"can't be created, because it raised {Raised.from_error(error).text}"
             raise ConfigError(Refusal(option=option, value=path, kind=Kind.FILE, why=why)) from error
     elif args and path not in WORKFLOWS:
-        why, use = ": only a class takes arguments", f"make {path} a class"
+        why, use = f"can't be passed to {path}, which is not a class", "make it a class, or remove them"
         raise ConfigError(
             Refusal(option="rollout.workflow_args", kind=Kind.CONFLICT, why=why, use=use, related=(option,))
         )

@@ -55,13 +55,16 @@ class LocalScheduler:
             with output.open("ab") as stream:
                 self._start(["bash", str(spec.script), job_id], stream.fileno())
         except (OSError, subprocess.SubprocessError) as error:
-            raise SchedulerError(f"the runner could not be started: {error}") from error
+            raise SchedulerError(
+                f"the processes of job {job_id} could not be started ({spec.script}): {error}"
+            ) from error
         deadline = time.monotonic() + START_TIMEOUT_S
         while not load_job_state(self.trial, job_id):
             if time.monotonic() > deadline:
                 said = output.read_text(errors="replace").strip()
                 raise SchedulerError(
-                    f"the runner did not start within {START_TIMEOUT_S:g} s: {said or 'no output'}"
+                    f"{spec.script} did not start its job within {START_TIMEOUT_S:g} s. Its output is in "
+                    f"{output}: {said or 'nothing'}. Mend the problem there, and submit again."
                 )
             time.sleep(0.01)
         return job_id
@@ -174,7 +177,9 @@ class AllocationScheduler(LocalScheduler):
         if found.state.alive:
             return replace(state, end_time=found.end_time)
         if found.state is State.UNKNOWN and found.native != NOT_LISTED:
-            raise SchedulerError(answer.complaint or f"no answer of Slurm about job {job_id} yet; try again")
+            raise SchedulerError(
+                answer.complaint or f"Slurm does not know job {job_id} yet; try again in a few seconds"
+            )
         return replace(state, state=State.FAILED, native="FAILED", reason=f"the Slurm job {job_id} has ended")
 
 

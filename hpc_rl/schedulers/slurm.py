@@ -89,7 +89,8 @@ class SlurmScheduler:
         """Submit by sbatch; if its answer is lost, look for the job by its tag before trying again."""
         ignored = sorted({name for name in os.environ if name.startswith("SBATCH_")} - {*OF_CONFIGURATION})
         if ignored:
-            logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
+            form = "the environment variables %s are ignored; set launcher.slurm.* instead"
+            logger.warning(form, ", ".join(ignored))
         argv = ["sbatch", "--parsable", *spec.options, str(spec.script), *spec.arguments]
         problem = ""
         for _ in range(TRIES):
@@ -169,7 +170,7 @@ class SlurmScheduler:
             try:
                 return self._find(spec)
             except SchedulerError as error:
-                logger.warning("asking again: %s", error)
+                logger.warning("Slurm did not answer and is asked again: %s", error)
                 time.sleep(self.retry_wait_s * attempt)
         return self._find(spec)
 
@@ -242,7 +243,7 @@ def call(
     except FileNotFoundError as error:
         raise _make_missing_error(argv[0]) from error
     except subprocess.TimeoutExpired as error:
-        raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
+        raise _TimedOut(f"{argv[0]} of Slurm did not answer within {timeout_s:g} s") from error
 
 
 def can_reach_scheduler() -> bool:
@@ -271,7 +272,7 @@ def query_job_facts(job_id: str) -> JobFacts:
         for name in ("JobState", "Restarts", "NodeList", "ExitCode")
     )
     if not states:
-        raise SchedulerError(f"scontrol show job {job_id} tells no state: {told[:200]!r}")
+        raise SchedulerError(f"`scontrol show job {job_id}` shows no state of the job: {told[:200]!r}")
     return JobFacts(
         is_running=all(state == "RUNNING" for state in states),
         num_requeues=max((int(number) for number in requeues if number.isdecimal()), default=0),
@@ -304,7 +305,11 @@ def requeue(job_id: str, *, processes_live: bool) -> None:
             query_output(["scontrol", "update", f"jobid={job_id}", f"StartTime=now+{wait_s}"])
             return
         except SchedulerError as error:  # Slurm may refuse this just after losing a node
-            logger.warning("job %s may start again later than it could: %s", job_id, error)
+            logger.warning(
+                "job %s is requeued, but may start late, because Slurm refused its start time: %s",
+                job_id,
+                error,
+            )
 
 
 def _kill_wait_s() -> int:

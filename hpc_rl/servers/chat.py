@@ -38,14 +38,14 @@ def convert_request(
                 sampling[SAMPLING[key]] = value
         elif key in _REFUSED_UNLESS:
             if value not in _REFUSED_UNLESS[key]:
-                raise RequestRefused(f"chat key {key!r} is not served by the embedded engine, got {value!r}")
+                raise RequestRefused(f"the embedded engine can't serve chat key {key!r} {value!r}: remove it")
         elif key not in _PLAIN:
             known = ", ".join(sorted({*SAMPLING, *_PLAIN}))
             raise RequestRefused(f"unknown chat key {key!r}; known are {known}")
     messages = body.get("messages")
     is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
     if not is_list or not messages:
-        raise RequestRefused("messages must be a list of objects, at least one")
+        raise RequestRefused("messages must be a list of at least one object, such as {role, content}")
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):

@@ -108,7 +108,7 @@ class PartialTurn:
         turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"] or {"type": "abort"}
         if reason["type"] == "abort" and reason.get("status_code") == 400:
-            raise InputRefused(f"aborted: {reason.get('message')}")
+            raise InputRefused(f"the server aborted the request: {reason.get('message')}")
         only_span = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
         spans = meta.get("weight_versions") or [only_span]
         append_spans(turn.versions, spans, len(turn.output_ids))
@@ -185,7 +185,8 @@ class HttpServerClient:
             async with asyncio.timeout(self._timeout_s):
                 await self._finish(left, {**headers, "Accept": f"{PARTS}, application/json"})
         except TimeoutError as error:
-            problem = f"{self.url}: no generation within {self._timeout_s:.0f} s"
+            limit = f"{self._timeout_s:.0f} s (rollout.request_timeout)"
+            problem = f"{self.url} did not finish a generation within {limit}"
             self._count_lost(left)
             raise ServerLost(problem) from error
         except ServerLost:
@@ -320,11 +321,11 @@ class HttpServerClient:
                 answer = await response.json(content_type=None)
                 status = response.status
         except aiohttp.ConnectionTimeoutError as error:
-            raise ServerUnavailable(f"{self.url}{path}: no connection within {net.SILENCE_S} s") from error
+            raise ServerUnavailable(f"no connection to {self.url}{path} within {net.SILENCE_S} s") from error
         except aiohttp.ClientConnectorError as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         except TimeoutError as error:
-            raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
+            raise ServerUnavailable(f"{self.url}{path} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         return self._check_answer(path, status, answer)
@@ -339,7 +340,7 @@ class HttpServerClient:
                 except ServerUnavailable as error:
                     raise ServerLost(str(error)) from error
             take(line["parts"])
-        raise ServerLost(f"{self.url}{path}: the answer has no end")
+        raise ServerLost(f"{self.url}{path} broke off its answer before the end")
 
     def _check_answer(self, path: str, status: int, answer: Any) -> Any:
         if status == 200:

@@ -148,12 +148,14 @@ class Endpoint:
     async def _call_traced(self, body: dict[str, Any]) -> list[Reply]:
         if self.trace:
             sizes = (body["n"], len(body["messages"]), body["max_tokens"], body["temperature"])
-            form = "chat %d of pool %s: %d answers to %d messages, at most %d tokens out, temperature %g"
+            form = (
+                "chat %d asks pool %s for %d answers to %d messages, at most %d tokens each, temperature %g"
+            )
             logger.info(form, body["seed"], self.name, *sizes)
         replies: list[Reply] = await self._call(CHATS, body)
         if self.trace:
             said = ", ".join(f"{one.num_tokens} tokens ({one.finish_reason})" for one in replies)
-            logger.info("chat %d of pool %s: answered, %s", body["seed"], self.name, said)
+            logger.info("chat %d has answers from pool %s: %s", body["seed"], self.name, said)
         return replies
 
     async def _find_model(self) -> str:
@@ -167,24 +169,25 @@ class Endpoint:
                 return self.pool.model
             why = f": {error}"
             raise ConfigError(
-                Refusal(option=option, kind=Kind.MISSING, why=why, use="set this option")
+                Refusal(option=option, kind=Kind.MISSING, why=why, use="set this option to the model's name")
             ) from error
         except RequestRefused as error:
             key = self.pool.api_key_env
             hint = f"Is the key in {key} right?" if key else f"Does it need pools.{self.name}.api_key_env?"
             raise ConfigError(Refusal(option=url, kind=Kind.MACHINE, why=f": {error}. {hint}")) from error
         except (KeyError, TypeError) as error:
-            why = f": {self._describe_path('/models')} is not a list of OpenAI's API"
-            raise ConfigError(Refusal(option=url, kind=Kind.MACHINE, why=why)) from error
+            why = f": {self._describe_path('/models')} did not answer with a list of models"
+            use = "give the base URL of an API like OpenAI's"
+            raise ConfigError(Refusal(option=url, kind=Kind.MACHINE, why=why, use=use)) from error
         if self.pool.model:
             if self.pool.model not in names:
-                logger.warning(
-                    "%s does not list %s %r", self._describe_path("/models"), option, self.pool.model
-                )
+                form = "%s does not list the model %r of %s; requests for it may fail"
+                logger.warning(form, self._describe_path("/models"), self.pool.model, option)
             return self.pool.model
         if len(names) != 1:
             why = f": {self._describe_path('/models')} lists {', '.join(names[:20]) or 'no model'}"
-            raise ConfigError(Refusal(option=option, kind=Kind.MISSING, why=why, use="set this option"))
+            use = "set this option to the one to ask"
+            raise ConfigError(Refusal(option=option, kind=Kind.MISSING, why=why, use=use))
         return names[0]
 
     async def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:

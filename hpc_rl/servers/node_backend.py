@@ -91,7 +91,7 @@ class NodeBackend:
         start = time.monotonic()
         num_bytes = await asyncio.to_thread(self.copy.bring_to, WeightVersion.parse(label))
         if num_bytes:  # no other replica of the node has done it
-            form = "read weights %s to %s: %.3f GB in %.1f s"
+            form = "the server has copied weights %s to %s: %.3f GB in %.1f s"
             logger.info(form, label, self.copy.model, num_bytes / 1e9, time.monotonic() - start)
         return num_bytes
 

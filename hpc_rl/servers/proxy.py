@@ -56,7 +56,7 @@ CONTROL_POST = (
     "/destroy_weights_update_group",
 )
 OF_WEIGHTS = ("/prepare_weights", "/init_weights_update_group")  # without a label
-FROZEN = "the model of this pool is frozen: it takes no weights"
+FROZEN = "the model of this pool is frozen (never trained), so its servers take no weights"
 MAX_BODY_BYTES = 64 * 2**20
 STALE_WAIT_S = 1.0  # a request that needs newer weights waits for their publication
 UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
@@ -237,7 +237,9 @@ class Proxy:
         if path in OF_WEIGHTS and self.frozen:
             return _refuse_update(FROZEN)
         if path == "/continue_generation" and self.receiving:
-            return _refuse_update(f"weights {self.receiving} have not arrived completely: load them first")
+            return _refuse_update(
+                f"only a part of weights {self.receiving} has arrived: load them before /continue_generation"
+            )
         if update := self._UPDATES.get(path):
             async with self._control_lock:
                 answer = await update(self, body)
@@ -303,10 +305,10 @@ class Proxy:
             self._has_updated.set()
             self._has_updated = asyncio.Event()
             self.enter("serving")
-            logger.info("serving weights %s", label)
+            logger.info("the server is serving weights %s now", label)
         else:
-            stays = "a mixture" if self.receiving else repr(self.version)
-            logger.warning("weights %s were not loaded, %s stays: %s", label, stays, answer)
+            stays = "has a mixture of old and new ones" if self.receiving else f"keeps {self.version!r}"
+            logger.warning("the server could not load weights %s and %s: %s", label, stays, answer)
         return status, answer
 
     async def _begin(self, body: dict[str, Any]) -> Answer:
@@ -314,9 +316,9 @@ class Proxy:
         if problem := self._find_problem(label, flush_cache=False):
             return _refuse_update(problem)
         if label == self.version and not self.receiving:
-            return _refuse_update(f"{label} is served already")
+            return _refuse_update(f"the server has weights {label} already")
         if not self.pause_mode:
-            return _refuse_update("pause generation first: requests would meet a mixture of weights")
+            return _refuse_update("call /pause_generation first: requests would meet a mixture of weights")
         # from here on, also after a failure, the loaded weights may be a mixture
         self.receiving, self._has_last_bucket = str(label), False
         return await self.backend.request("/begin_weight_update", {})
@@ -326,7 +328,9 @@ class Proxy:
         if not self.receiving or self._has_last_bucket:
             return _refuse_update("no update is open: call /begin_weight_update first")
         if label not in (None, self.receiving):
-            return _refuse_update(f"weight_version must be {self.receiving!r}, got {label!r}")
+            return _refuse_update(
+                f"weight_version must be {self.receiving!r}, which has begun, got {label!r}"
+            )
         if problem := self._find_problem(self.receiving, flush_cache=body.get("flush_cache", True)):
             return _refuse_update(problem)
         answer = await self.backend.request("/update_weights_from_distributed", body)
@@ -335,7 +339,9 @@ class Proxy:
 
     async def _end(self, _body: dict[str, Any]) -> Answer:
         if not self._has_last_bucket:
-            return _refuse_update("the last bucket, which has the weight_version, has not arrived")
+            return _refuse_update(
+                "the last part of the weights, which has the weight_version, has not arrived"
+            )
         self._has_last_bucket = False
         return self._note_update(self.receiving, *await self.backend.request("/end_weight_update", {}))
 

@@ -103,8 +103,7 @@ class Replica:
         key, value = keys.server(self._who.pool, self._who.index), self._value()
         self._lease = await asyncio.to_thread(self._names.lease, key, value)
         self.proxy.epoch = self._lease.epoch
-        form = "server %d of pool %s at %s, epoch %d"
-        logger.info(form, self._who.index, self._who.pool, self._url, self._lease.epoch)
+        logger.info("server %d of pool %s listens at %s", self._who.index, self._who.pool, self._url)
         tasks = {asyncio.create_task(self._heartbeat()), asyncio.create_task(self._live())}
         try:
             while not (stopping.is_set() or self._shutdown.is_set()):
@@ -162,10 +161,12 @@ class Replica:
                 await asyncio.to_thread(self._lease.renew, value)
             except Stale as error:
                 self.proxy.enter("stale")
-                raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
+                raise RoleFailed(
+                    f"another process now runs server {self._who.index}, so this process stops: {error}"
+                ) from error
             # a shared file system may fail for a while; readers see the age of the lease
             except OSError as error:
-                logger.warning("can't renew the lease: %s", error)
+                logger.warning("the server can't write its sign of life and tries again: %s", error)
 
     def _report_use(self) -> None:
         """Record the busy time if it has grown. An error of the file system is only logged."""
@@ -177,7 +178,7 @@ class Replica:
             write_atomic(path, json.dumps({"busy_s": busy_s}), durable=False)
             self._reported_s = busy_s
         except OSError as error:
-            logger.warning("can't record how busy the server is: %s", error)
+            logger.warning("the server can't record its busy time, so `hpc-rl report` lacks it: %s", error)
 
     async def _live(self) -> None:
         await self._start()
@@ -189,7 +190,7 @@ class Replica:
                 report_at = time.monotonic() + USE_EVERY_S
             reason = self._backend.alive()
             if reason:
-                raise RoleFailed(f"the generation backend is gone: {reason}")
+                raise RoleFailed(f"the server has lost its inference engine: {reason}")
             if time.monotonic() >= follow_at:
                 await self._follow()
                 follow_at = time.monotonic() + FOLLOW_S
@@ -197,7 +198,7 @@ class Replica:
 
     async def _start(self) -> None:
         if not self._base and self._current() is None:
-            logger.info("waiting for the first published weights")
+            logger.info("the server waits until the trainer publishes the first weights")
         while (current := self._current()) is None and not self._base:
             await asyncio.sleep(CHECK_S)
         while True:
@@ -207,7 +208,8 @@ class Replica:
                 await self._backend.start(path, self._loading)
                 break
             except Damaged as error:
-                logger.error("weights %s can't be loaded, waiting for others: %s", self._loading, error)
+                form = "the server can't load weights %s and waits until the trainer publishes others: %s"
+                logger.error(form, self._loading, error)
                 await self._wait_for_others(current)
                 current = self._current()
             except (ConfigError, OSError, ValueError) as error:
@@ -216,11 +218,13 @@ class Replica:
                     # published weights may be whole again after a restart
                     kind = RoleFailed if current else ConfigError
                     raise kind(f"the checkpoint at {path} can't be served: {error}") from error
-                logger.info("weights %r were removed during loading: %s", self._loading, error)
+                form = "loading %s failed (%s), but other weights are current now, so the server loads those"
+                logger.info(form, path, error)
                 current = newer
         self.proxy.version, self._loading = self._loading, ""
         self.proxy.enter("serving" if self.proxy.version or self._frozen else "waiting")
-        logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
+        label = self.proxy.version or "without a version"
+        logger.info("the server is %s, with weights %s from %s", self.proxy.state, label, path)
 
     async def _wait_for_others(self, current: dict[str, Any] | None) -> None:
         """Ask for weights with all values, and wait until other files are published."""
@@ -249,13 +253,13 @@ class Replica:
             return
         self._lacks_files = False
         if proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
-            form = "paused for %.0f s without a control call: resuming with weights %s"
+            form = "the trainer paused this server and has not called for %.0f s: it goes on with weights %s"
             logger.warning(form, PAUSE_LIMIT_S, proxy.version)
             await proxy.control("/continue_generation", {})
 
     async def _load(self, current: dict[str, Any]) -> None:
         body = {"model_path": current["path"], "weight_version": current["label"], "flush_cache": True}
-        logger.info("weights %s did not arrive by themselves: loading them", current["label"])
+        logger.info("the trainer did not send weights %s: the server loads them from files", current["label"])
         pause = not self.proxy.pause_mode
         resumes = pause or bool(self.proxy.receiving)
         if pause:
@@ -265,7 +269,8 @@ class Replica:
         try:
             status, answer = await self.proxy.control("/update_weights_from_disk", body)
             if status != 200:
-                logger.warning("weights %s can't be loaded: %s", current["label"], answer)
+                form = "the server can't load weights %s and tries again later: %s"
+                logger.warning(form, current["label"], answer)
                 self._lacks_files = status == DAMAGED_STATUS
                 self._newer = (current["label"], time.monotonic())
         finally:

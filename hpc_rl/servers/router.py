@@ -145,8 +145,8 @@ class Router:
 
     def _suspect(self, server: Server, error: Exception) -> None:
         if not server.suspect:
-            form = "server %s (epoch %d) is left out until it answers again: %s"
-            logger.warning(form, server.lease.key, server.lease.epoch, error)
+            form = "%s gets no requests until it answers again: %s"
+            logger.warning(form, keys.describe_server(server.lease.key), error)
         server.suspect = True
 
     async def _pick(self, requests: Sequence[GenerateRequest]) -> Server:
@@ -159,10 +159,10 @@ class Router:
                 return self.choose(fresh or live, requests)
             now = time.monotonic()
             if now > deadline:
-                waited = f"no server within {self.setup_timeout_s:.0f} s"
-                raise RoleFailed(f"pool {self.pool}: {waited}: {self._describe_servers()}")
+                waited = f"had no server for {self.setup_timeout_s:.0f} s (rollout.setup_timeout)"
+                raise RoleFailed(f"pool {self.pool} {waited}: {self._describe_servers()}")
             if now > max(begun + 5.0, self._said + 30.0):  # one line for all waiting requests
-                logger.info("pool %s: waiting for a server: %s", self.pool, self._describe_servers())
+                logger.info("requests to pool %s wait for a server: %s", self.pool, self._describe_servers())
                 self._said = now
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -183,9 +183,9 @@ class Router:
 
     def _describe_servers(self) -> str:
         if not self._servers:
-            return "none has reported yet"
+            return "no server has reported yet"
         known = [(key, "out of reach" if s.suspect else s.state) for key, s in self._servers.items()]
-        return ", ".join(f"{key} is {state}" for key, state in known)
+        return ", ".join(f"{keys.describe_server(key)} is {state}" for key, state in known)
 
     async def _poll(self) -> None:
         while True:
@@ -193,7 +193,8 @@ class Router:
                 seen = await asyncio.to_thread(self._roster.list_leases)
             # a shared file system may fail for a while; keep the known servers
             except (OSError, HpcRlError) as error:
-                logger.warning("can't read the server leases: %s", error)
+                form = "the list of servers of pool %s can't be read, so requests go to the known ones: %s"
+                logger.warning(form, self.pool, error)
             else:
                 self._merge(seen)
                 await asyncio.gather(*(self._probe(s) for s in self._servers.values() if s.suspect))
@@ -203,7 +204,8 @@ class Router:
     def _merge(self, seen: dict[str, LeaseView]) -> None:
         alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}
         for key in self._servers.keys() - alive.keys():
-            logger.info("server %s is gone", key)
+            form = "%s has ended or was lost; another server continues its requests"
+            logger.info(form, keys.describe_server(key))
             del self._servers[key]
         for key, lease in alive.items():
             known = self._servers.get(key)
@@ -213,7 +215,7 @@ class Router:
             url, timeout_s = lease.value["url"], self.request_timeout_s
             client = HttpServerClient(self._session, url, self.data_token, timeout_s=timeout_s)
             self._servers[key] = Server(lease, client)
-            logger.info("server %s, epoch %d: %s", key, lease.epoch, lease.value["state"])
+            logger.info("%s was found; it is %s", keys.describe_server(key), lease.value["state"])
 
     async def _probe(self, server: Server) -> None:
         with contextlib.suppress(HpcRlError):

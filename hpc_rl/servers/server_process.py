@@ -132,9 +132,12 @@ class ServerProcess:
             ) from error
         output, errors = await process.communicate()
         if process.returncode != 0:
-            last = errors.decode(errors="replace").strip().splitlines()[-1:]
-            why = f": {self.name} is not installed there: {last}"
-            raise ConfigError(Refusal(option=_PYTHON, value=repr(self.python), kind=Kind.MACHINE, why=why))
+            *_, last = ["no output", *errors.decode(errors="replace").strip().splitlines()]
+            why = f"can't tell the version of {self.name} that it has: {last}"
+            use = f"name a Python in which {self.name} is installed"
+            raise ConfigError(
+                Refusal(option=_PYTHON, value=repr(self.python), kind=Kind.MACHINE, why=why, use=use)
+            )
         return output.decode().strip()
 
     async def start(self, argv: list[str], url: str, session: aiohttp.ClientSession, key: str = "") -> None:
@@ -144,12 +147,13 @@ class ServerProcess:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
             self._process = TiedProcess([self.python, *argv], self.env, output)
-        logger.info("starting %s, pid %d: %s", self.name, self.pid, " ".join(argv))
+        logger.info("%s starts as process %d: %s", self.name, self.pid, " ".join(argv))
         while True:
             problem = self.alive()
             if not problem and time.monotonic() - begin > self.ready_timeout_s:
                 problem = (
-                    f"{self.name} was not ready within {self.ready_timeout_s:.0f} s; {self._describe_log()}"
+                    f"{self.name} was not ready within {self.ready_timeout_s:.0f} s (rollout.setup_timeout); "
+                    f"{self._describe_log()}"
                 )
             if problem:
                 raise RoleFailed(problem)
@@ -202,7 +206,7 @@ class ServerProcess:
                         take(event)
         except aiohttp.ClientError as error:
             return 503, {"error": {"message": f"{self.name} does not answer: {type(error).__name__}"}}
-        return 503, {"error": {"message": f"{self.name}'s answer has no end"}}
+        return 503, {"error": {"message": f"{self.name} broke off its answer before the end"}}
 
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: aiohttp.ClientTimeout

@@ -169,7 +169,7 @@ class SGLangBackend:
             Path(folder, "model.safetensors").write_bytes(file)
             status, answer = await self.process.request("/update_weights_from_disk", {"model_path": folder})
         if status != 200:
-            raise RoleFailed(f"SGLang did not take the head of the reward model {model}: {answer}")
+            raise RoleFailed(f"SGLang could not load the score head of the reward model {model}: {answer}")
 
     async def prepare_changes(self, folder: Path) -> None:
         """Do nothing: the next version is loaded from the node's copy."""

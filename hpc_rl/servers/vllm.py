@@ -149,7 +149,7 @@ def make_sampling(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]
         for key, neutral in _ALL_TOKENS.items() if sampling.get("temperature", 1) else ():
             if sampling.get(key, neutral[0]) not in neutral:
                 problem = (
-                    f"vLLM's log-probabilities would leave tokens out, got {sampling[key]!r}; "
+                    f"with {sampling[key]!r} vLLM's log-probabilities would leave tokens out; "
                     "remove this parameter"
                 )
                 raise RequestRefused(f"sampling key {key!r}: {problem}")
@@ -232,7 +232,7 @@ def make_internal_id(rid: str) -> str:
 
 
 def refuse_text(_text: str) -> list[int]:
-    raise RequestRefused("text is not served by vLLM servers; send input_ids")
+    raise RequestRefused("vLLM servers take no text; send input_ids")
 
 
 @dataclass(kw_only=True)
@@ -305,7 +305,9 @@ class VLLMBackend:
         first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
         status, answer = await self._sample(first, with_logprobs=True)
         if status != 200:
-            raise RoleFailed(f"vLLM can't generate: {answer}; see {self.process.log}")
+            raise RoleFailed(
+                f"vLLM has started, but its first generation failed: {answer}; see {self.process.log}"
+            )
 
     async def prepare_changes(self, folder: Path) -> None:
         """Do nothing: the next version is loaded from the node's copy."""
@@ -431,7 +433,7 @@ class VLLMBackend:
 
     async def _chat(self, body: dict[str, Any]) -> Answer:
         if body.get("stream"):
-            raise RequestRefused("chat key 'stream' is not served by vLLM servers")
+            raise RequestRefused("vLLM servers can't stream a chat: remove 'stream'")
         asked = {key: value for key, value in body.items() if key != "model"}  # vLLM knows another name
         label = self._label
         with self._adapters.use(label):
@@ -507,7 +509,7 @@ class VLLMBackend:
                 return await self._load_adapter(path, str(label))
         # a failed reload would end vLLM
         if not isinstance(path, str) or not await asyncio.to_thread(is_checkpoint, Path(path)):
-            raise RequestRefused(f"model_path {path!r} has no weights; the old weights stay loaded")
+            raise RequestRefused(f"model_path {path!r} has no weights, so the server keeps its old ones")
         async with self._control:
             if not self._is_paused:
                 await self._hold("retract")
@@ -619,7 +621,7 @@ class VLLMBackend:
         """Set the label of the loaded weights, which vLLM reports with each token."""
         status, answer = await self.process.request("/update_weight_version", {"new_version": label})
         if status != 200:
-            raise RoleFailed(f"vLLM did not take the name of its weights, {label}: {answer}")
+            raise RoleFailed(f"vLLM can't label its weights {label}: {answer}; see {self.process.log}")
         self._label = label
 
     async def _flush(self, _body: dict[str, Any]) -> Answer:

@@ -39,11 +39,13 @@ def split(
     """Return the inputs of a request to /generate, and whether it had a list. Raises RequestRefused."""
     unknown = body.keys() - _KEYS
     if unknown:
-        raise RequestRefused(f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_KEYS))}")
+        raise RequestRefused(
+            f"unknown key {min(unknown)!r} in a request; known are {', '.join(sorted(_KEYS))}"
+        )
     whole_prompt = body.get("logprob_start_len") not in (None, -1)
     if body.get("stream") or body.get("top_logprobs_num") or whole_prompt:
         unserved = "stream, top_logprobs_num and logprob_start_len"
-        raise RequestRefused(f"{unserved} are not served by {server}")
+        raise RequestRefused(f"{server} can't serve {unserved}: remove them")
     inputs, batched = _parse_inputs(body, encode)
     rid, count = body.get("rid"), len(inputs)
     rids = rid if isinstance(rid, list) else [rid or ""] if not batched else [""] * count
@@ -52,10 +54,14 @@ def split(
     given = body.get("sampling_params")
     sampling = given if isinstance(given, list) else [given] * count
     if len(sampling) != count:
-        raise RequestRefused(f"{len(sampling)} sampling_params for {count} inputs")
+        raise RequestRefused(
+            f"sampling_params has {len(sampling)} entries for {count} inputs: give one for each"
+        )
     for one in sampling:
         if one is not None and not isinstance(one, dict):
-            raise RequestRefused(f"sampling_params must be an object, got {type(one).__name__}")
+            raise RequestRefused(
+                f"sampling_params must be an object for each input, got {type(one).__name__}"
+            )
     return [NativeRequest(*each) for each in zip(inputs, rids, sampling, strict=True)], batched
 
 
@@ -235,8 +241,8 @@ def parse_sampling(given: dict[str, Any] | None) -> SamplingParams:
                 values[key] = value
         elif key in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[key]:
-                problem = f"the embedded engine does not serve it, got {value!r}; use sglang"
-                raise RequestRefused(f"sampling key {key!r}: {problem}")
+                problem = f"the embedded engine can't serve sampling key {key!r} {value!r}"
+                raise RequestRefused(f"{problem}; remove it, or use sglang servers")
         elif key not in _TEXT_ONLY:
             raise make_unknown_key_error(key, KNOWN, _NEUTRAL)
     return _check_values(values)

@@ -289,7 +289,9 @@ def open_sinks(
     try:
         sinks.append(TensorBoardSink(tensorboard, start_step))
     except ImportError as error:
-        logger.warning("no TensorBoard files: %s", error)
+        logger.warning(
+            "the trial writes no TensorBoard files, because tensorboard is not installed: %s", error
+        )
     opened = Sinks(sinks, stats_logger.every_steps if stats_logger else 1)
     try:
         for name, service in SERVICES.items():

@@ -150,5 +150,6 @@ class JobEndTime:
         try:
             return SlurmScheduler().end_time(self._job_id) or self._given
         except SchedulerError as error:
-            logger.warning("no end time from the scheduler: %s", error)
+            form = "Slurm did not answer when job %s ends, so an earlier answer (if any) counts: %s"
+            logger.warning(form, self._job_id, error)
             return self._given

@@ -123,7 +123,7 @@ class WatchedJob:
                 slurm.requeue(self.job_id, processes_live=True)
                 return
             except SchedulerError as error:
-                logger.error("job %s is not requeued: %s", self.job_id, error)
+                logger.error("job %s could not be requeued: %s", self.job_id, error)
             time.sleep(REQUEUE_AGAIN_S)
             if slurm.query_job_facts(self.job_id).num_requeues != self.num_requeues:  # by another watch
                 return
@@ -161,7 +161,7 @@ class Watch:
         time.sleep(self._number * PATIENCE_AFTER_TERM_S)
         try:
             if self._job.has_lost_script():
-                logger.warning("the job script was killed: the job is requeued")
+                logger.warning("the job script was killed, so the job is requeued")
                 self._job.give_back(JobEvent.SCRIPT_KILLED)
         except (SchedulerError, OSError) as error:
             logger.warning("%s", error)
@@ -175,8 +175,9 @@ class Watch:
         if not self._suspicion.is_due(now, lease_age_s, silent_s):
             return False
         is_lost = self._job.is_lost()
-        what = "is lost" if is_lost else "is a node of the job"
-        logger.info("%s %s; lease renewed %.0f s ago", self._job.first_node, what, lease_age_s)
+        what = "is lost" if is_lost else "is still a node of the job"
+        form = "the first node %s %s; its supervisor gave a sign of life %.0f s ago"
+        logger.info(form, self._job.first_node, what, lease_age_s)
         if not self._suspicion.is_certain(now, is_lost):
             return False
         self._job.give_back(JobEvent.FIRST_NODE_LOST)
@@ -189,7 +190,7 @@ class Watch:
             self._own.check()
             owner = self._names.list_leases(keys.OWNER).get(keys.OWNER)
         except OSError as error:  # file system away
-            logger.warning("the lease of the supervisor can't be read: %s", error)
+            logger.warning("the supervisor's sign of life can't be read and is read again: %s", error)
         else:
             if owner is not None:
                 self._moved_at = max(self._moved_at, now - owner.age_s)

@@ -50,7 +50,9 @@ class HostWatch:
                     self.look()
                 # without looks, silence does not grow beyond the last look
                 except Exception:
-                    logger.warning("can't look for the other nodes", exc_info=True)
+                    logger.warning(
+                        "the supervisor could not test whether the other nodes live", exc_info=True
+                    )
                 time.sleep(LOOK_EVERY_S)
 
         threading.Thread(target=watch, daemon=True, name="host-watch").start()

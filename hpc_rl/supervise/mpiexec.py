@@ -159,7 +159,7 @@ class MpiexecHandle(SrunHandle):
             for said in self._said:
                 rank.send(said)
         else:
-            logger.warning("an unknown line, or one of a stranger, came to %s: closed", self.where)
+            logger.warning("a connection to %s sent an unknown line and is closed", self.where)
             rank.is_gone = True
 
     def _release(self) -> None:

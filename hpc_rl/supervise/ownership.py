@@ -46,7 +46,9 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
     if before is not None and before.value.get("host") != socket.gethostname():
         host = before.value.get("host")
         logger.warning(
-            "the previous supervisor on %s has not released its lease: waiting %g s", host, FENCE_S
+            "the previous supervisor, on %s, has not signed off; this one waits %g s for its end",
+            host,
+            FENCE_S,
         )
         time.sleep(FENCE_S)
     return lease
@@ -63,7 +65,7 @@ def end_when_fenced(names: NameResolve, attempt: Attempt) -> None:
         while True:
             with suppress(OSError):  # file system away: nothing can be written either
                 if later := find_later_owner(names, attempt):
-                    logger.error("attempt %s owns the trial: exiting at once", later)
+                    logger.error("attempt %s runs the trial now, so this process ends at once", later)
                     os._exit(ExitCode.KILLED_BY_SYSTEM)
             time.sleep(CHECK_EVERY_S)
 
@@ -108,7 +110,7 @@ def _is_moving(names: NameResolve, before: LeaseView) -> bool:
     end = time.monotonic() + LEASE_TTL_S + CHECK_EVERY_S
     host = before.value.get("host")
     logger.warning(
-        "the previous supervisor on %s has not released its lease: watching whether it lives", host
+        "the previous supervisor, on %s, has not signed off; this one tests whether it lives", host
     )
     last_age_s = before.age_s
     while time.monotonic() < end:
@@ -132,7 +134,7 @@ def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
         if ticks is not None and pid != os.getpid() and is_alive(pid, ticks):
             alive[pid, ticks] = record
     if alive:
-        logger.warning("waiting for %d processes of earlier starts to exit", len(alive))
+        logger.warning("the supervisor waits until %d processes of earlier starts have ended", len(alive))
     return [alive[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
 
 

@@ -177,7 +177,7 @@ class ProcessSteps:
         visible = [gpu for gpu in self.environ.get(self.gpu_variable, "").split(",") if gpu]
         if visible and unit.gpu_offset + count > len(visible):
             wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
-            why = f": the plan gives {unit.role} {unit.index} the {wanted}, but {self.gpu_variable} has "
+            why = f": {unit.role} {unit.index} needs the {wanted}, but the number in {self.gpu_variable} is "
             why += str(len(visible))
             use = "lower it, or make more GPUs visible"
             option = "cluster.n_gpus_per_node"
@@ -257,7 +257,7 @@ class SrunSteps:
         # The launch line has the interpreter; srun replaces bash, so that the handle's process is srun.
         command = ["bash", str(script), *step, *argv[1:]]
         time.sleep(max(0.0, self._next_start_at - time.monotonic()))
-        logger.info("%s: %s", log.stem, " ".join(command))
+        logger.info("%s is started: %s", log.stem, " ".join(command))
         handle.add(command, env, log, stdout=stdout)
         self._next_start_at = time.monotonic() + START_EVERY_S
 

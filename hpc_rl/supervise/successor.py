@@ -49,7 +49,7 @@ def submit_successor(
     spec = JobSpec(name, script, tag, (job_id, str(restart), *arguments), options)
     found = scheduler.find(spec)  # of a start of this job that died before it wrote the record
     if found:
-        logger.warning("job %s is continued by job %s already", job_id, found)
+        logger.warning("job %s has a successor already, job %s, which is used", job_id, found)
     new = found or scheduler.submit(spec)
     made = SuccessorRecord(job_id=new, after=after, time=time.time())
     if not create_exclusive(record, json.dumps(made.to_json()) + "\n"):
@@ -78,4 +78,4 @@ def make_comment_option(trial: Trial, tag: str) -> str:
 def refuse_cancelled(trial: Trial, job_id: str) -> None:
     """Raise TrialBusy if the submission was cancelled."""
     if trial.cancel_intent(job_id).exists():
-        raise TrialBusy(f"job {job_id} was cancelled by the user: not resuming.")
+        raise TrialBusy(f"job {job_id} was cancelled by its user, so no job continues it.")

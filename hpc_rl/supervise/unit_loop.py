@@ -277,7 +277,7 @@ class UnitLoop(ABC):
         """Write removed secret files again: running roles still use them."""
         with tolerate_errors("restoring the trial's secrets"):
             for path in self.trial.restore_secret_files(self._secret_files):
-                logger.warning("%s was removed while the trial runs: it is written again", path)
+                logger.warning("%s was removed while the trial runs, so it is written again", path)
 
     def handle_unit_exit(self, key: Key, incarnation: int, launcher_code: int) -> None:
         """Classify the exit of all processes of an incarnation, and act on it."""

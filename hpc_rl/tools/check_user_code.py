@@ -54,13 +54,13 @@ def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
             run = load_workflow(config)
             inspect.signature(run).bind({}, object())
             if inspect.isfunction(run) and not inspect.iscoroutinefunction(run):
-                yield refuse(why="is not `async def`: the job awaits its result", is_note=True)
+                yield refuse(why="is not `async def`, but the job awaits its result", is_note=True)
         except ConfigError as error:
             yield from error.refusals or [refuse(why=f": {error}")]
         except TypeError as error:
-            yield refuse(why=f"must be run(prompt, generate): {error}")
+            yield refuse(why=f"must be called as run(prompt, generate): {error}")
         except Exception as error:  # raised by the user's class
-            yield refuse(why=f"can't be made: {_describe_error(error)}")
+            yield refuse(why=f"can't be created, because it raises {_describe_error(error)}")
     if ":" in config.actor.algorithm:
         yield from _check_algorithm(config)
     read = {

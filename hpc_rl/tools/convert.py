@@ -35,7 +35,7 @@ def export(trial: Trial, step: int, out: Path, merge: bool) -> None:
     folder = trial.generation(step)
     checked = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
     if checked.problem or checked.manifest is None:
-        raise Damaged(f"checkpoint {step}: {checked.problem}")
+        raise Damaged(f"checkpoint {step} can't be used: {checked.problem}")
     config = from_dict(load_json(folder / generation.CONFIG_NAME) or load_json(trial.config_json) or {})
     files = {file.name: file for file in checked.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model

@@ -122,7 +122,7 @@ def train(here: Path, kind: str, seed: int, overrides: list[str]) -> Trial:
         raise SystemExit(int(ExitCode.KILLED_BY_PERSON)) from None
     if code:
         [see] = trial_index.list_commands(trial, "status")
-        raise RoleFailed(f"trial {trial} exited with code {code}; see {see}")
+        raise RoleFailed(f"trial {trial} failed with exit code {code}; `{see}` shows why")
     return trial
 
 

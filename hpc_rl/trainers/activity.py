@@ -43,5 +43,7 @@ class Activity:
                     self._write({"doing": what, "step": step, "changes": changes, "time": time.time()})
                     shown = now
                 except OSError as error:  # try again in the next round
-                    logger.warning("can't record the trainer's activity: %s", error)
+                    logger.warning(
+                        "`hpc-rl status` shows old activity, because the trainer can't record it: %s", error
+                    )
             time.sleep(PERIOD_S)

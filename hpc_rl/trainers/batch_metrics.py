@@ -70,7 +70,7 @@ class BatchMetrics:
         if clipped_share and not self._reported_clipped:
             self._reported_clipped = True
             logger.warning(
-                "%.0f %% of the rewards of this batch are beyond actor.reward_clip %g and count as that; "
+                "%.0f %% of the rewards of this batch exceed actor.reward_clip %g and are cut to it; "
                 "raise actor.reward_clip, or lower actor.reward_scaling",
                 100 * clipped_share,
                 self._reward_clip,
@@ -100,7 +100,7 @@ class BatchMetrics:
         if missing:
             self._reported_missing |= set(missing)
             logger.warning(
-                "actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s",
+                "actor.log_agent_stats_keys names %s, but the workflow gives only: %s",
                 ", ".join(missing),
                 ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
             )

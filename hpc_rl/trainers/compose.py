@@ -159,7 +159,8 @@ def _load_encoded(
         made = start.copies.make_once(key, ".npz", lambda path: save_encoded(path, load(dataset, tokenizer)))
         return load_encoded(made)
     except OSError as error:
-        logger.warning("this rank encodes %s itself: %s", dataset.path, error)
+        form = "this rank encodes dataset %s itself, because it can't use the copy of its node: %s"
+        logger.warning(form, dataset.path, error)
         return load(dataset, tokenizer)
 
 

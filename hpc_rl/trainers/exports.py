@@ -136,7 +136,9 @@ class WeightWriter:
                     self.stopping.is_set(),
                 )
                 if broken:
-                    raise error or RoleFailed(f"rank 0 could not write {what}; its log has the reason")
+                    raise error or RoleFailed(
+                        f"trainer rank 0 could not write {what}; its log has the reason"
+                    )
                 if full:
                     break
             else:
@@ -219,7 +221,7 @@ class Exports:
         folder = self.folder / f"step-{step:08d}"
         if not self._write(folder, step, patient=False) and self.ranks.rank == 0:
             logger.error(
-                "EXPORT FAILED: no room for %s. Training continues; free space in %s",
+                "EXPORT FAILED: the disk has no room for %s. Training continues; free space in %s",
                 folder.name,
                 self.folder,
             )
@@ -234,11 +236,15 @@ class Exports:
             ranking, standing = Ranking.of(self.config), self.record("best") or {}
             found = ranking.improvement(numbers, standing)
             if found and standing and (changed := ranking.list_changes_since(standing)):
-                form = "the best model, of step %s, does not count any more: it was measured with another %s"
+                form = (
+                    "the model of step %s is not the best any more, because it was measured with another %s"
+                )
                 logger.warning(form, standing.get("step"), ", ".join(changed))
             if numbers and ranking.metric not in numbers:
                 measured = ", ".join(name for name, value in numbers.items() if not isinstance(value, str))
-                form = "saver.keep_best.metric: the evaluation of step %d has no %s; it has %s"
+                form = (
+                    "saver.keep_best has no effect: the evaluation of step %d lacks its metric %s; it has %s"
+                )
                 logger.error(form, step, ranking.metric, measured)
         if not self.ranks.any(found is not None):
             return True
@@ -272,7 +278,7 @@ class Exports:
         try:
             write_json(path, (self.record("final") or {}) | {"not_saved": problem})
         except OSError as error:  # for example, the disk is still full
-            logger.error("can't record this in %s: %s", path, error)
+            logger.error("%s can't be marked as not saved: %s", path, error)
 
     def _write(
         self, folder: Path, step: int, extra: Mapping[str, Any] | None = None, patient: bool = True

@@ -285,7 +285,7 @@ class Run(TrainerContext):
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
             logger.error(
-                "THE LAST STATE IS NOT SAVED: %s. The training is done, exports/final is whole",
+                "THE LAST STATE IS NOT SAVED: %s. The training is done, and exports/final is complete",
                 self.saving.problem,
             )
             self.exports.note_not_saved(self.saving.problem)

@@ -156,7 +156,7 @@ class Saving:
         try:
             job.oldest = retain(self.trial, self.policy, self._holds, self._known)
         except OSError as error:  # the generation is committed; the next save removes the surplus
-            logger.warning("older checkpoints could not be removed: %s", error)
+            logger.warning("old checkpoints could not be removed, and the next save tries again: %s", error)
         job.committed = True
 
     def _call_off(self, job: PendingSave) -> None:
@@ -166,10 +166,12 @@ class Saving:
         error = job.error
         if self.ranks.any(error is not None and not isinstance(error, OSError | Abandoned)):
             raise error or CannotWrite(
-                f"checkpoint {job.commit.step}: another rank failed to save; its log has the reason"
+                f"another trainer rank could not save checkpoint {job.commit.step}; its log has the reason"
             )
         mine = isinstance(error, OSError)
-        problem = str(error) if mine else "another rank could not write its part; its log has the reason"
+        problem = (
+            str(error) if mine else "another trainer rank could not write its part; its log has the reason"
+        )
         self._report_failure(job.commit.step, problem, mine)
 
     def _report_failure(self, step: int, problem: str, mine: bool = True) -> None:

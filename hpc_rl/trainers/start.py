@@ -88,7 +88,7 @@ def begin(start: TrainerContext) -> dict[str, Any]:
             check_replay(trial.rollout, decision.step or 0)
         except LedgerDamaged as error:
             raise GivenUp(
-                f"can't continue from checkpoint {decision.step}, and nothing was set aside: {error}"
+                f"the trial can't continue from checkpoint {decision.step}, and nothing was changed: {error}"
             ) from error
     for found in unwanted:  # before the new lineage, so the decision is the same after a kill here
         generation.move_aside(found.path, found.problem, asked=bool(decision.set_aside))
@@ -120,7 +120,7 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engines: Sequence[E
             _check_counters(engines, manifest)
         except Damaged as error:
             problem = str(error)
-            logger.error("checkpoint %d can't be loaded: %s", begun["step"], problem)
+            logger.error("checkpoint %d can't be loaded, so an older one is used: %s", begun["step"], problem)
         if not start.ranks.any(bool(problem)):
             return begun
         problem = problem or "another rank read a damaged file; its log names the file"
@@ -172,5 +172,5 @@ def _load_manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:
         return None
     found = generation.check(trial.generation(decision.step or 0))
     if found.manifest is None:
-        raise RoleFailed(f"checkpoint {decision.step} {found.problem}")
+        raise RoleFailed(f"checkpoint {decision.step} can't be used: {found.problem}")
     return found.manifest.to_json()

@@ -70,7 +70,7 @@ def choose_process(status: TrialStatus, role: str | None, index: int | None, ran
             return one
     options = (("role", role), ("index", index), ("rank", rank))
     asked = " ".join(f"--{name} {value}" for name, value in options if value is not None)
-    running = ", ".join(one.name for one in processes) or "none has left its record yet"
+    running = ", ".join(one.name for one in processes) or "none so far"
     raise TrialStateError(
         f"{status.trial}: no running process matches {asked or 'the request'} (running: {running})."
     )

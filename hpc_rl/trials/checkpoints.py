@@ -94,12 +94,12 @@ def check_import_step(trial: Trial, step: int) -> None:
         advice = "Import into another trial, or set actor.path of a new one to the folder."
     if sound and sound[0] >= step:
         raise TrialStateError(
-            f"{trial} has checkpoint {sound[0]}, which would be taken instead of one of step {step}. {advice}"
+            f"{trial} has checkpoint {sound[0]}, which a recover would take instead of step {step}. {advice}"
         )
     assert last is not None  # without batches, only a checkpoint can be in the way
     kept = f"only contains batches {gone + 1} to {last}"
     if gone >= last:
-        kept = f"contains no batch, those up to {gone} were trimmed"
+        kept = f"contains no batch, because those up to {gone} were deleted"
     raise TrialStateError(f"{trial} cannot resume from step {step}: the batch log {kept}. {advice}")
 
 

@@ -26,12 +26,12 @@ def make_sbatch_options(after: str, only_if_done: bool, config: Config, schedule
     slurm = config.launcher.slurm
     if scheduler != "slurm" or slurm.backend != "sbatch":
         why, related = (
-            f"{flag} {after} needs Slurm, and launcher.slurm.backend sbatch",
+            f"{flag} {after} needs Slurm and launcher.slurm.backend sbatch",
             (f"{_SLURM}.backend",),
         )
         raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, related=related))
     if "?" in (slurm.dependency or ""):
-        why = f": `?` in it can't be combined with {flag}"
+        why = f"can't be combined with {flag}, because it has a `?`; give only one of them"
         option, value = f"{_SLURM}.dependency", slurm.dependency
         raise ConfigError(Refusal(option=option, value=value, kind=Kind.CONFLICT, why=why))
     job_id, code, is_over = after, None, False
@@ -56,5 +56,7 @@ def _find_newest_job(name: str) -> tuple[str, int | None, bool]:
     trial = trial_index.resolve(name)
     jobs = [job for job in load_jobs(trial) if job.scheduler == "slurm"]
     if not jobs:
-        raise TrialStateError(f"{trial} has no job in Slurm: it was not submitted there.")
+        raise TrialStateError(
+            f"{trial} has no job in Slurm to wait for, because it was not submitted to Slurm."
+        )
     return jobs[-1].native_id, jobs[-1].code, jobs[-1].over

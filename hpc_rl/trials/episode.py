@@ -55,7 +55,9 @@ def play_episode(
     ConfigError if no episode can be run here.
     """
     if not isinstance(config, GRPOConfig) or not has_own_prompts(config):
-        raise ConfigError("--episode needs prompts of the trial's own: sft, rw and environments have none.")
+        raise ConfigError(
+            "--episode needs prompts from train_dataset: trainers sft and rw, and environments, have none."
+        )
     if not tiny and (refusals := list(_describe_size(config))):
         raise ConfigError(*refusals)
     with tempfile.TemporaryDirectory(prefix="hpc-rl-episode-") as folder:

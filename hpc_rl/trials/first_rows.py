@@ -61,7 +61,7 @@ def _check_dataset(
             return
     sets = config.evaluator.sets_column
     if name == "valid_dataset" and sets and not any(sets in row for row in rows):
-        why, related = f": none of the first {len(rows)} rows of {name} has it", (f"{name}.path",)
+        why, related = f"is no column of the first {len(rows)} rows of {name}", (f"{name}.path",)
         yield Refusal(option="evaluator.sets_column", value=sets, kind=Kind.FILE, why=why, related=related)
     context = find_context(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"

@@ -192,7 +192,7 @@ class FirstStart:
                     self.changes += self._find_code_changes()
                 except ConfigError as error:
                     raise ConfigError(
-                        f"{path}, from which trial {trial} would resume, is of another version: {error}"
+                        f"trial {trial} can't resume, because {path} is of another version of hpc-rl: {error}"
                     ) from error
                 return
         raise ConfigError(

@@ -63,7 +63,7 @@ def resolve_parent(text: str, step: int | None) -> tuple[Trial, int | None]:
         if match is None:
             raise
     if step is not None:
-        raise ConfigError(f"{text} --from {step} names two steps: omit one of them.")
+        raise ConfigError(f"{text} --from {step} names two steps: remove one of them.")
     return trial_index.resolve(match[1]), int(match[2])
 
 
@@ -90,7 +90,7 @@ def check_start(origin: Origin, config: Config) -> None:
         return
     end = find_last_step(config, compute_fingerprint(*list_training_paths(config)).get("rows"))
     if end is not None and end <= origin.step:
-        why = f"the fork would end at step {end}, and checkpoint {origin.step} is there already"
+        why = f"the fork would end at step {end}, which checkpoint {origin.step} has reached already"
         use = f"add total_train_steps=N above {origin.step}, or --from an earlier checkpoint"
         raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=LENGTH_OPTIONS))
 

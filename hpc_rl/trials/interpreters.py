@@ -49,10 +49,10 @@ def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
         )
     elif _parse_numbers(found["torch"]) < machine.MIN_TORCH:
         least = ".".join(map(str, machine.MIN_TORCH))
-        why = f": it has torch {found['torch']}, and {least} or newer is needed"
+        why = f"has torch {found['torch']}, but {least} or newer is needed"
         yield refuse(why=why, use=f"`pip install 'torch>={least}'`")
     if "tensorboard" not in found:
-        yield refuse(why=": it lacks tensorboard, so the trial has no TensorBoard files", is_note=True)
+        yield refuse(why="has no tensorboard, so the trial writes no TensorBoard files", is_note=True)
 
 
 def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
@@ -75,8 +75,8 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
             wanted.append((role, f"{section}.path", str(path), package, "data"))
     for role, option, value, package, extra in wanted:
         if package not in found and has_own_interpreter(plan, role):
-            why = f": it needs the package {package}, and {plan.python} lacks it"
-            use = f"`pip install 'hpc-rl[{extra}]'` there"
+            why = f"needs the package {package}, which {plan.python} lacks"
+            use = f"`pip install 'hpc-rl[{extra}]'` for that Python"
             use += ", or set it to disabled" if option.startswith("stats_logger.") else ""
             brings_own = _is_self_contained(config, "trainer_env_vars")
             yield _refuse_lack(option, value, why, use, brings_own)
@@ -94,7 +94,7 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
         if isinstance(found, str):
             yield refuse(why=f": {found}", use="name the Python that has the servers")
         elif library not in found:
-            use = "set it to an environment that has it"
+            use = "name the Python of an environment that has it"
             if not config.cluster.n_gpus_per_node:
                 use += ", or use embedded servers"
             yield _find_missing(
@@ -103,7 +103,7 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
         elif (version := found[library].partition("+")[0]) not in SERVER_VERSIONS[library]:
             known = sorted(SERVER_VERSIONS[library], key=_parse_numbers)
             why = (
-                f": its {library} {version} is not in the table of flags ({', '.join(known)}): the flags of "
+                f"has {library} {version}, unknown to this hpc-rl ({', '.join(known)}): the flags of "
                 f"{known[-1]} are used"
             )
             yield refuse(why=why, is_note=True)
@@ -152,8 +152,8 @@ def _is_self_contained(config: Config, variables: str) -> bool:
 def _find_missing(
     option: str, python: str, names: list[str], brings_own: bool, command: str, use: str = ""
 ) -> Refusal:
-    use = use or f"`{command}` there, or set {option} to an environment that has it"
-    return _refuse_lack(option, python, f": it lacks {', '.join(names)}", use, brings_own)
+    use = use or f"`{command}` for that Python, or set {option} to one that has it"
+    return _refuse_lack(option, python, f"lacks the packages {', '.join(names)}", use, brings_own)
 
 
 def _refuse_lack(option: str, value: str, why: str, use: str, brings_own: bool) -> Refusal:

@@ -66,7 +66,7 @@ def _check_this_machine(found: Estimate) -> Refusal | None:
         return None
     parts = ", ".join(found.trainer.standing)
     holds = f"the trainer holds {format_gb(held)} of {parts}"
-    why = f"{holds}, and this machine has {format_gb(size)} of memory"
+    why = f"{holds}, but this machine has only {format_gb(size)} of memory"
     return Refusal(option="", kind=Kind.MACHINE, why=why, use="use a smaller model, or a cluster")
 
 

@@ -46,7 +46,7 @@ def adapt_attention(loaded: Loaded, plan: Plan) -> Loaded:
         name, old = f"{section}.attn_impl", engine.attn_impl
         if name in loaded.explicit:
             if old in FLASH_PACKAGES and has is not None and old not in has:
-                needed = f"needs the package {FLASH_PACKAGES[old]}, and {why}"
+                needed = f"needs the package {FLASH_PACKAGES[old]}, but {why}"
                 use = f"install it there, or use {next(iter(has), 'sdpa')}"
                 refusals.append(Refusal(option=name, value=old, kind=Kind.MACHINE, why=needed, use=use))
             continue
@@ -115,12 +115,12 @@ def adapt_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
                 option="launcher.trainer_start",
                 value="mpiexec" if trainer.by_mpiexec else "srun",
                 kind=Kind.MACHINE,
-                why=f": {seen.problem}",
+                why=f"can't start the trainer: {seen.problem}",
                 use=f"{mpi_check.FIX[:-1]}, or use trainer_start srun with launcher.slurm.srun_mpi none",
                 related=("launcher.slurm.srun_mpi",),
             )
         )
-    why = f"{seen.problem}; the nodes must have it (site.sh)"
+    why = f"{seen.problem}; the nodes of the job must have it (site.sh)"
     related = ("launcher.trainer_start", "launcher.slurm.srun_mpi")
     note = make_note("", why, Kind.MACHINE, related=related)
     return replace(loaded, notes=[*loaded.notes, note])
@@ -141,8 +141,12 @@ def check_gpus(config: Config, scheduler: str) -> Iterator[Refusal]:
     if scheduler == "local" and wanted:
         count, source = machine.count_visible_gpus()
         if count < wanted:
-            why = f": this machine has {count} GPUs ({source})"
-            why += "" if config.launcher.type == "local" else ", and the trial runs here: there is no sbatch"
+            why = f"exceeds the GPUs of this machine, which are {count} ({source})"
+            why += (
+                ""
+                if config.launcher.type == "local"
+                else ", where the trial runs, because there is no sbatch"
+            )
             yield Refusal(option="cluster.n_gpus_per_node", value=wanted, kind=Kind.MACHINE, why=why)
 
 
@@ -158,7 +162,7 @@ def check_memory(plan: Plan, scheduler: str) -> Iterator[Refusal]:
     if scheduler == "local" and wanted > usable:
         why = (
             f"the roles may use {format_size(wanted)} of memory ({', '.join(_MEM)}), and this machine has "
-            f"{format_size(usable)}: the kernel kills them if they do"
+            f"{format_size(usable)}: if they use more, the kernel kills them"
         )
         yield make_note("", why, Kind.MACHINE, related=_MEM)
 
@@ -171,8 +175,8 @@ def check_sandbox(config: Config, scheduler: str) -> Iterator[Refusal]:
     if is_local and (problem := find_problem(config.rollout.sandbox, sandbox)):
         value, why = config.rollout.sandbox, f": {problem}"
         yield Refusal(option="rollout.sandbox", value=value, kind=Kind.MACHINE, why=why, use=SANDBOX_USE)
-    of_node = "" if is_local else ". The log of the rollout role has that of its node"
-    why = f": code_tests runs code in this sandbox here: {sandbox.describe()}{of_node}"
+    of_node = "" if is_local else ". The log of the rollout role names the one of its node"
+    why = f": on this machine code_tests runs code in this sandbox: {sandbox.describe()}{of_node}"
     yield make_note("rollout.sandbox", why, Kind.MACHINE)
 
 
@@ -327,7 +331,7 @@ def compare_capacity(
 
 
 def _note_not_compared(error: SchedulerError) -> Refusal:
-    return make_note("", f"not compared with the cluster: {error}", Kind.MACHINE)
+    return make_note("", f"the request was not compared with the nodes of the cluster: {error}", Kind.MACHINE)
 
 
 def _list_avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[Refusal]:

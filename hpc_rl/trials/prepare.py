@@ -65,7 +65,7 @@ def load_config(sources: ConfigSources) -> Loaded:
     depend on them.
     """
     if not sources.files and not sources.overrides:
-        why = f"give a configuration: hpc-rl {sources.command} FILE"
+        why = f"no configuration is given; run `hpc-rl {sources.command} FILE`"
         raise ConfigError(Refusal(option="", kind=Kind.MISSING, why=why))
     try:
         return load(
@@ -164,7 +164,7 @@ def plan_for_job(sources: ConfigSources, job: SurroundingJob) -> Planned:
     """Plan a trial for the nodes of the Slurm job around this process. Raises ConfigError, DoesNotFit."""
     given = load_config(sources)
     if given.config.launcher.type == "local" and "cpu" not in sources.presets:
-        why, use = "starts no steps in a Slurm job", "omit it, or use `hpc-rl submit`"
+        why, use = "can't be used in a Slurm job", "remove it, or use `hpc-rl submit`"
         raise ConfigError(
             Refusal(option="launcher.type", value="local", kind=Kind.CONFLICT, why=why, use=use)
         )
@@ -174,9 +174,12 @@ def plan_for_job(sources: ConfigSources, job: SurroundingJob) -> Planned:
     defaults = {name: value for name, value in of_job.items() if value and name not in given.explicit}
     settings = [*(f"{name}={value}" for name, value in defaults.items()), "launcher.type=slurm"]
     loaded = load_config(replace(sources, overrides=[*settings, *sources.overrides]))
-    notes = [make_note(name, f"is {value}, as job {job.job_id} has it") for name, value in defaults.items()]
+    notes = [
+        make_note(name, f"is {value}, as in job {job.job_id} around this command")
+        for name, value in defaults.items()
+    ]
     if unused := sorted({f"launcher.slurm.{name}" for name in SBATCH_ONLY} & given.explicit):
-        why = f"no effect in a job that is there already: {', '.join(unused)}"
+        why = f"no effect, because the job runs already: {', '.join(unused)}"
         notes.append(make_note("", why, Kind.NO_EFFECT, related=tuple(unused)))
     planned = make_planned(replace(loaded, notes=[*loaded.notes, *notes]))
     plan = apply_threads_per_core(planned.plan, _find_threads_per_core(planned, job))

@@ -185,14 +185,16 @@ def check_submittable(
 
 def check_programs(plan: Plan, loaded: Loaded) -> None:
     """Raise ConfigError if this machine, which is to run the trial, lacks a program that starts it."""
-    refuse = partial(Refusal, kind=Kind.MACHINE, why="is not an executable program here")
+    refuse = partial(
+        Refusal, kind=Kind.MACHINE, why=f"is not an executable program on {socket.gethostname()}"
+    )
     python = plan.python
     if "launcher.python" in loaded.explicit and shutil.which(python) is None:
-        use = f"omit it to use {sys.executable}"
+        use = f"remove it to use {sys.executable}"
         raise ConfigError(refuse(option="launcher.python", value=python, use=use))
     for program in {unit.container.program for unit in plan.units if unit.container}:
         if shutil.which(program) is None:
-            use = "install it, or omit the images to run without containers"
+            use = "install it, or remove the images to run without containers"
             raise ConfigError(refuse(option="launcher.slurm.container_program", value=program, use=use))
 
 

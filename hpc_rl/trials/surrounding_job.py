@@ -52,13 +52,15 @@ def find_surrounding_job(environ: Mapping[str, str]) -> SurroundingJob:
         raise ConfigError(f"{OUTSIDE}.")
     job_id = environ["SLURM_JOB_ID"]
     if environ.get("SLURM_HET_SIZE"):
-        why = "is heterogeneous, and one step spans no components here"
+        why = "is heterogeneous, and no srun can span its components"
         raise ConfigError(f"job {job_id} {why}: use an allocation of one component, or `hpc-rl submit`.")
     said = slurm.query_output(["scontrol", "show", "job", "-d", "-o", job_id])
     nodes = _parse_nodes(said)
     order = expand(environ.get("SLURM_JOB_NODELIST", ""))
     if not order or not set(order) <= set(nodes):
-        raise SchedulerError(f"scontrol show job {job_id} does not tell the nodes of the job: {said[:200]!r}")
+        raise SchedulerError(
+            f"`scontrol show job {job_id}` does not list the nodes of the job: {said[:200]!r}"
+        )
     return SurroundingJob(job_id, tuple(nodes[name] for name in order))
 
 
@@ -78,7 +80,7 @@ def refuse_misfit(job: SurroundingJob, plan: Plan) -> None:
     The plan uses the first nodes.
     """
     if plan.layout != "allocation":
-        why, use = "asks for jobs of its own", "use layout allocation, or `hpc-rl submit`"
+        why, use = "submits jobs, but `hpc-rl run` uses this one", "use layout allocation, or `hpc-rl submit`"
         raise ConfigError(
             Refusal(option="launcher.slurm.layout", value=plan.layout, kind=Kind.CONFLICT, why=why, use=use)
         )
@@ -99,7 +101,7 @@ def refuse_misfit(job: SurroundingJob, plan: Plan) -> None:
         gpus = f" --gpus-per-node={plan.n_gpus_per_node}" if wants_gpus else ""
         fits = f"salloc --nodes={plan.n_nodes} --ntasks-per-node=1 --cpus-per-task={plan.cpus_per_node}{gpus}"
         why = f"job {job.job_id} is too small, it needs {'; '.join(lacking)}. What fits: {fits} "
-        use = "or plan less (--n_nodes, launcher.*_cpus_per_gpu, *_mem_per_gpu)"
+        use = "or request less (--n_nodes, launcher.*_cpus_per_gpu, *_mem_per_gpu)"
         related = ("cluster.n_nodes", "cluster.n_gpus_per_node")
         why += f"--mem={plan.mem_mb_per_node}"
         raise DoesNotFit(Refusal(option="", kind=Kind.MACHINE, why=why, use=use, related=related))

@@ -208,7 +208,9 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
     if not isinstance(config, GRPOConfig) or not _is_own_code(config):
         return
     if own_environment(config, python):
-        why = "rewards, workflow and algorithm are not tried here: the job has an environment of its own"
+        why = (
+            "rewards, workflow and algorithm are not tried: the job has another environment than this machine"
+        )
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return
     num_tries = 1 + len(config.rollout.reward_functions)
@@ -248,7 +250,7 @@ def _explain_unfinished(
         limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
         why = f"takes more than {limit}{place}: the job would reject each such prompt"
         return refuse(why=why, related=("rollout.reward_timeout_s",))
-    why = f": its import took more than {START_S:g} s here{place}, so the user code was not tried to its end"
+    why = f"was not tried to its end, because its import took more than {START_S:g} s{place}"
     return refuse(why=why, is_note=True)
 
 

@@ -170,8 +170,8 @@ def read_chain(
     while at is not None and at != known:
         index = VersionIndex.read(folder / str(at))
         if index is None or index.version != at or (index.base is not None and index.base >= at):
-            needed = "" if at == version else f", which version {version} needs,"
-            raise Damaged(f"version {at}{needed} is missing, incomplete or damaged in {folder}")
+            needed = "" if at == version else f" (weights {version} need it)"
+            raise Damaged(f"{folder / str(at)} is missing, incomplete or damaged{needed}")
         chain.append(index)
         at = index.base
     return chain[::-1]
@@ -192,4 +192,4 @@ def load_rank(folder: Path, index: VersionIndex, rank: int) -> Iterator[StoredRe
     try:
         yield from rank_file.load(folder / record.name, rank, record)
     except FileNotFoundError as error:
-        raise Damaged(f"{folder.name}/{record.name} is missing") from error
+        raise Damaged(f"{folder / record.name} is missing") from error

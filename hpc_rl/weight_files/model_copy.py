@@ -73,7 +73,7 @@ class ModelFile:
         """Return the values of the rectangle's tensor, flat, as a view. Raises Damaged."""
         place = self.places.get(rectangle.name)
         if place is None or (place.dtype, place.shape) != (rectangle.dtype, rectangle.whole_shape):
-            raise Damaged(f"{rectangle.name} is {place}, the version has {rectangle}")
+            raise Damaged(f"tensor {rectangle.name} of the copy is {place}, the published one is {rectangle}")
         return self._bytes[place.begin : place.end].view(rectangle.word)
 
     def apply(self, folder: Path, chain: Sequence[VersionIndex]) -> None:
@@ -111,7 +111,7 @@ def build_model(target: Path, folder: Path, chain: Sequence[VersionIndex]) -> No
         for source in sorted((start / MODEL_FOLDER).iterdir()):
             shutil.copyfile(source, target / source.name)
     except FileNotFoundError as error:
-        raise Damaged(f"{start.name}/{MODEL_FOLDER} is missing") from error
+        raise Damaged(f"{start / MODEL_FOLDER} is missing, so its weights can't be loaded") from error
 
 
 def find_weights_file(folder: Path) -> Path:
@@ -139,7 +139,7 @@ def _find_tensors(folder: Path, start: VersionIndex) -> dict[str, Rectangle]:
             stored[rectangle.name] = stored.get(rectangle.name, 0) + rectangle.num_values
     for name, rectangle in known.items():
         if stored[name] != math.prod(rectangle.whole_shape):
-            raise Damaged(f"version {start.version} lacks values of {name}")
+            raise Damaged(f"{folder}: weights {start.version} lack values of tensor {name}")
     return known
 
 

@@ -65,9 +65,10 @@ class StoredRectangle:
             else:
                 apply_changes(self.rectangle, self.changes, whole)
         except ValueError as error:
-            raise Damaged(f"the stored values do not fit: {error}") from error
+            raise Damaged(f"stored values do not fit tensor {self.rectangle.name}: {error}") from error
         if digest(view) != self.xxh3:
-            raise Damaged(f"{self.rectangle.name} at {list(self.rectangle.offset)} has another checksum")
+            part = f"tensor {self.rectangle.name} (part at {list(self.rectangle.offset)})"
+            raise Damaged(f"{part} differs from the published one (checksum)")
 
 
 def compare(rectangle: Rectangle, before: np.ndarray | None, after: np.ndarray) -> StoredRectangle:
@@ -140,7 +141,7 @@ def load_rectangles(path: Path, rank: int, expected: FileRecord | None) -> list[
         with CheckedReader(path, expected) as reader:
             return [rectangle for rectangle, _ in _load_metadata(reader, rank)[2]]
     except FileNotFoundError as error:
-        raise Damaged(f"{path.parent.name}/{path.name} is missing") from error
+        raise Damaged(f"{path} is missing") from error
 
 
 def _load_metadata(
@@ -148,15 +149,15 @@ def _load_metadata(
 ) -> tuple[int, dict[str, Any], list[tuple[Rectangle, str]]]:
     """Return the offset of the arrays, the header's entries, and the rectangles with their checksums."""
     begin, header = _load_header(reader)
-    name = reader.path.name
+    path = reader.path
     try:
         described = json.loads(header.pop("__metadata__")["version"])
         if (described["format"], described["rank"]) != (FORMAT, rank):
             came = f"rank {described['rank']} in format {described['format']}"
-            raise Damaged(f"{name}: {came}, expected rank {rank} in format {FORMAT}")
+            raise Damaged(f"{path} is of {came}, expected rank {rank} in format {FORMAT}")
         return begin, header, [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{name} is not a rank's file of a version: {error!r}") from error
+        raise Damaged(f"{path} is not a file of published weights: {error!r}") from error
 
 
 def _load_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
@@ -164,9 +165,9 @@ def _load_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
         begin = 8 + int.from_bytes(reader.read(0, 8), "little")
         header = json.loads(reader.read(8, begin))
     except ValueError as error:
-        raise Damaged(f"{reader.path.name} has no safetensors header: {error}") from error
+        raise Damaged(f"{reader.path} has no safetensors header: {error}") from error
     if not isinstance(header, dict):
-        raise Damaged(f"{reader.path.name} has no safetensors header")
+        raise Damaged(f"{reader.path} has no safetensors header")
     return begin, header
 
 
@@ -188,7 +189,7 @@ def _find_gap_type(reader: CheckedReader, entry: dict[str, Any] | None) -> np.dt
     for kind in GAP_TYPES:
         if GAP_NAMES[kind.itemsize] == stored:
             return kind
-    raise Damaged(f"{reader.path.name} has gaps of type {stored}")
+    raise Damaged(f"{reader.path} has positions of the unknown type {stored}")
 
 
 def _load_array(
@@ -201,6 +202,6 @@ def _load_array(
         array = np.empty((end - start) // word.itemsize, word)
         target = array.view(np.uint8)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{reader.path.name} has a damaged header: {error!r}") from error
+        raise Damaged(f"{reader.path} has a damaged header: {error!r}") from error
     reader.fill([(begin + start, target)])
     return array

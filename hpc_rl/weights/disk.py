@@ -46,7 +46,7 @@ def finish(trial: Trial, version: WeightVersion) -> Path:
     pointer = load_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
         newer = pointer["label"]
-        raise Stale(f"weights {newer} are current: a later trainer than this one ({version}) has published")
+        raise Stale(f"weights {version} are not published: a later trainer has published {newer} already")
     final = trial.published(str(version))
     if final.exists():
         shutil.rmtree(final)
@@ -102,7 +102,7 @@ class History:
         try:
             removed, _ = self._remove(list_needed, older_than=current)
         except OSError as error:  # nothing may go that could not be read; the next publication tries again
-            logger.warning("old published weights are not removed now: %s", error)
+            logger.warning("old published weights in %s can't be removed yet: %s", self.trial.weights, error)
             return []
         return removed
 

@@ -99,9 +99,12 @@ class DiskTransport:
                 outcome.needs_whole or self._chain_bytes > MAX_CHAIN * self._whole_bytes,
             )
             if failed:
-                raise job.error or RoleFailed(f"weights {job.version}: another rank failed; see its log")
+                raise job.error or RoleFailed(
+                    f"another trainer rank could not publish weights {job.version}; its log has the reason"
+                )
             if again and not pending and not stops:
-                logger.warning("weights %s are published again, with all values", job.version)
+                form = "weights %s are published again, with all values: a server can't apply the changes"
+                logger.warning(form, job.version)
                 self._begin(job.version, whole=True)
                 job = self._job
             elif not pending:
@@ -113,7 +116,7 @@ class DiskTransport:
 
     def close(self) -> None:
         if self._job is not None and not self._job.ended.wait(CLOSE_TIMEOUT_S):
-            logger.warning("weights %s are still being published", self._job.version)
+            logger.warning("the trainer stops before weights %s are published everywhere", self._job.version)
 
     def _begin(self, version: WeightVersion, whole: bool) -> None:
         job = self._job = Publication(version, whole)
@@ -132,7 +135,7 @@ class DiskTransport:
             if any(one.get("failed") for one in records):
                 if job.error is None:
                     job.error = RoleFailed(
-                        f"another rank could not write weights {job.version}; its log has the reason"
+                        f"another trainer rank could not write weights {job.version}; its log has the reason"
                     )
             elif not any(one.get("stopped") for one in records):
                 job.published = self._finish(job, records)

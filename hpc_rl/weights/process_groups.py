@@ -23,6 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 from hpc_rl.core.errors import HpcRlError
+from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.servers.client import BUCKET_S, JOIN_S, HttpServerClient, PauseMode
 from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, run_in_thread
@@ -143,7 +144,7 @@ class ProcessGroups:
                 await asyncio.gather(*leaving, return_exceptions=True)
 
     def _drop(self, key: str, why: str) -> None:
-        logger.info("process group of %s: it %s", key, why)
+        logger.info("the process group with %s is closed, because it %s", keys.describe_server(key), why)
         self._members.pop(key).group.close()
 
     async def _join(self, key: str, seen: LeaseView, client: HttpServerClient) -> None:
@@ -165,11 +166,12 @@ class ProcessGroups:
             if not isinstance(error, FAILURES):
                 raise
             self._rejoin_at[key] = (seen.epoch, time.monotonic() + REJOIN_S)
-            logger.warning("%s can't join a process group, it loads weights from files: %s", key, error)
+            form = "%s can't join a process group and loads weights from files instead: %s"
+            logger.warning(form, keys.describe_server(key), error)
             return
         group.limit(BUCKET_S)
         self._members[key] = Member(key, seen.epoch, client, group)
-        logger.info("%s has joined a process group (%s)", key, backend)
+        logger.info("%s has joined a process group (%s)", keys.describe_server(key), backend)
 
 
 def _close_late_group(opening: asyncio.Future[WeightGroup]) -> None:

@@ -109,7 +109,9 @@ class Publisher:
         waiting, pause_s = False, RETRY_S
         while True:
             if not path.is_dir():
-                raise RoleFailed(f"weights {label} were removed from {path} before a server had them")
+                raise RoleFailed(
+                    f"the files of weights {label} in {path} are missing, and no server has them yet"
+                )
             targets = self._targets()
             result = Published(needs_whole=any(_lacks_files(seen) for seen in self._leases.values()))
             turns = asyncio.Semaphore(self.max_paused or max(1, len(targets)))
@@ -129,13 +131,12 @@ class Publisher:
                 return result
             if time.monotonic() > give_up_at:
                 raise RoleFailed(
-                    f"no generation server took weights {label} within {self.setup_timeout_s:.0f} s: "
-                    f"{_describe_problems(result)}"
+                    f"no generation server loaded weights {label} within {self.setup_timeout_s:.0f} s "
+                    f"(rollout.setup_timeout): {_describe_problems(result)}"
                 )
             if not waiting:
-                logger.info(
-                    "weights %s: waiting for a generation server (%s)", label, _describe_problems(result)
-                )
+                form = "the trainer waits for a generation server that loads weights %s (%s)"
+                logger.info(form, label, _describe_problems(result))
             waiting = True
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
@@ -181,7 +182,8 @@ class Publisher:
         result.acknowledged += sent.pauses_s
         result.num_received = len(sent.pauses_s)
         for key, problem in sent.failed.items():
-            logger.warning("weights %s: %s loads them from files: %s", label, key, problem)
+            form = "weights %s did not reach %s, which loads them from files instead: %s"
+            logger.warning(form, label, keys.describe_server(key), problem)
         await asyncio.gather(*(update(result, key, joined[key]) for key in sent.failed))
 
     async def _prepare(self, client: HttpServerClient, path: Path, label: str) -> None:
@@ -193,8 +195,8 @@ class Publisher:
             self._left_out.pop(key, None)
         for key, problem in result.failed.items():
             if key not in self._left_out:
-                form = "weights %s: %s is left out until it has loaded by itself: %s"
-                logger.warning(form, label, key, problem)
+                form = "%s could not load weights %s; it gets no newer ones until it has loaded these: %s"
+                logger.warning(form, keys.describe_server(key), label, problem)
             self._left_out[key] = (targets[key].epoch, label)
 
     async def _update(
@@ -263,4 +265,5 @@ def _lacks_files(seen: LeaseView) -> bool:
 
 
 def _describe_problems(result: Published) -> str:
-    return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
+    problems = (f"{keys.describe_server(key)}: {problem}" for key, problem in result.failed.items())
+    return "; ".join(problems) or "none is ready"

@@ -1,6 +1,7 @@
 """The Transport protocol: how a trainer brings new weights to the generation servers.
 
-To add one, write a class with this protocol and add it to TRANSPORTS (weights/__init__.py).
+To add one, write a class with this protocol, add it to TRANSPORTS (weights/__init__.py), and name it among
+the values of `weight_update_mode` (config/options/training.py).
 """
 
 import threading

@@ -149,7 +149,7 @@ def test_prompts_that_a_broken_reward_rejected_are_issued_again_once_its_file_ha
         made = [group for step in (2, 3, 4) for group in client.batch(step, 1).groups]
         assert {group.index for group in made} >= {*sorted(broken)[:2]}
         assert {trajectory.reward for group in made for trajectory in group.trajectories} == {0.25}
-        issued = f"{len(broken)} prompts that the earlier reward or workflow rejected are issued again"
+        issued = f"{len(broken)} prompts begin again, because an earlier reward or workflow had rejected them"
         assert issued in role.log.read_text(errors="replace")
     finally:
         role.stop()

@@ -581,7 +581,7 @@ class Conformance:
                 buckets = api.next_buckets()
                 await api.client.pause()
                 await api.client.begin_update(api.served.label)
-                with pytest.raises(RequestRefused, match="have not arrived completely"):
+                with pytest.raises(RequestRefused, match="only a part of weights"):
                     await api.client.resume()
                 for index, bucket in enumerate(buckets):
                     await api.send_bucket(group, bucket, index == len(buckets) - 1)

@@ -199,7 +199,7 @@ UNSUITED = {
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": (
         {"kind": "gemma"},
-        "gemma model, and the megatron backend has llama, .* use fsdp",
+        "gemma model, but the megatron backend can train llama, .* use fsdp",
     ),
     "positions": ({"kind": "yarn"}, "rope_type: yarn .*use fsdp"),
     "a bias": ({"kind": "biased"}, "attention_bias: True .*use fsdp"),

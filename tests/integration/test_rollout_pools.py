@@ -217,7 +217,7 @@ def test_status_tells_of_a_judge_that_fails_until_it_answers_again(tmp_path, jud
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({}, "pools.judge.api_key_env JUDGE_KEY: the job's environment has no such variable"),
+        ({}, "pools.judge.api_key_env JUDGE_KEY is not set in the environment of the job"),
         ({"JUDGE_KEY": "sk-wrong"}, "models answered 401: "),
     ],
     ids=["no key", "wrong key"],

@@ -184,7 +184,7 @@ def test_tokens_are_asked_for(run):
         ({"workflow": "sound:nothing"}, "module 'sound' has no attribute 'nothing'"),
         (
             {"workflow": "sound:Made"},
-            "rollout.workflow sound:Made can't be made: KeyError: 'oops' (sound.py:3, in",
+            "rollout.workflow sound:Made can't be created, because it raised KeyError: 'oops' (sound.py:3, in",
         ),
     ],
     ids=["no module", "syntax", "exit", "no name", "class"],

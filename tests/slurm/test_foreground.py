@@ -130,7 +130,7 @@ def test_a_job_after_another_waits_for_it_and_status_without_a_name_shows_what_r
     hpc_rl("submit", CONFIG, "trial_name=one", "--after", first, cwd=clone)
     alone = hpc_rl("status", cwd=clone)
     assert alone.stdout.startswith("sums/one   pending")
-    assert "sums/one, the one that runs or waits" in alone.stderr
+    assert "sums/one, which runs or waits" in alone.stderr
     hpc_rl("submit", CONFIG, "trial_name=two", "--after_ok", "one", cwd=clone)
     waits = dict(line.split() for line in cluster.run("squeue", "-h", "-o", "%j %E").splitlines())
     one = trial_of(clone, "one")

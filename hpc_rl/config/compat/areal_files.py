@@ -333,7 +333,7 @@ def _apply_n_trajs(item: SourceValue, done: RenamedSettings) -> None:
     is_free = own is None or (own.value == 1 and not own.is_argument)
     if isinstance(count, int) and count > 1 and is_free:
         done.settings["gconfig.n_samples"] = item
-        why = f"is {count}: n_trajs is the number of trajectories in a group"
+        why = f"is {count}, from n_trajs: hpc-rl sets the number of trajectories in a group here"
         done.notes.append(make_note("gconfig.n_samples", why, related=("n_trajs",)))
 
 
@@ -352,7 +352,7 @@ def drop_idle_values(cls: type, settings: Settings) -> list[Refusal]:
             if other != value:
                 del settings[name]
             if other not in (value, ...):
-                why = f": {value} is AReaL's default; it is {followed} here"
+                why = f": {value} is AReaL's default; in hpc-rl this option defaults to {followed}"
                 notes.append(make_note(name, why, origin=item.origin))
         elif reason := _explain_idle(name, value, settings):
             del settings[name]

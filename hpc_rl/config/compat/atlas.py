@@ -333,7 +333,7 @@ class _Translator:
                             option="",
                             kind=Kind.CONFLICT,
                             why=f"{both} are the same option with different values",
-                            use="use one of them",
+                            use="keep one of them",
                             related=(name, option),
                         )
                     )
@@ -444,7 +444,7 @@ class _Translator:
             self.refuse(name, item, Kind.UNSUPPORTED, f"{_format_value(value)} can't be used: {why}")
             return None
         if option not in self.known:
-            why = f"stands for {option}, which this trainer does not have; remove it"
+            why = f"stands for {option}, which trainer {self.trainer} does not have; remove it"
             self.refuse(name, item, Kind.UNSUPPORTED, why, option)
             return None
         also = (

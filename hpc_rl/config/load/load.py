@@ -190,7 +190,7 @@ class _Deletions:
                 use = "remove this argument, or correct the name"
             elif item.text is not None and wanted not in values:
                 why = f"~{name}={wanted}: {name} is {values[0]}"
-                use = f"write ~{name} to delete it whatever it is"
+                use = f"write ~{name} to delete any value"
             else:
                 continue
             yield Refusal(option="", kind=Kind.VALUE, why=why, use=use, related=(name,))
@@ -221,24 +221,24 @@ def _load_profile(
     item = settings.get(option)
     name = item.value if item else None
     if item and isinstance(name, str) and is_reference(name):
-        why = "can't be used: its profile is read before references are resolved"
-        use = "write the name, or give --cluster NAME"
+        why = "can't be a reference, because the profile of this name is read before references are resolved"
+        use = "write the name itself, or give --cluster NAME"
         raise ConfigError(
             Refusal(option=option, origin=item.origin, value=name, kind=Kind.VALUE, why=why, use=use)
         )
     known = find_profiles([folder.expanduser() for folder in folders])
     if isinstance(name, str) and name in known and name != "local":
-        why = f": {known[name]} is loaded before every other file"
+        why = f": the profile {known[name]} is loaded first, and other files override it"
         return [load_yaml(known[name])], [make_note(option, why, Kind.FILE, value=name)]
     if required:
         places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
         names = ", ".join(sorted(known)) or "none"
-        why = f"--cluster {name}: there is no such profile; known: {names} (in {places})"
+        why = f"--cluster {name}: there is no such profile; {places} has {names}"
         raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, related=(option,)))
     if not isinstance(name, str) or name == "local":
         return [], []
     places = " nor ".join(str(folder) for folder in folders if folder not in SHIPPED_PROFILES)
-    why = f"is only a label: {places} has no profile {name}.yaml"
+    why = f"is only a label, because {places} has no profile {name}.yaml to load"
     return [], [make_note(option, why, Kind.FILE, value=name)]
 
 
@@ -365,7 +365,7 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
                 origin=broken.origin if broken else "",
                 kind=Kind.VALUE,
                 why="the ${…} in it can't be read" if broken else ": the ${…} in it can't be read",
-                use=f"a reference is ${{section.option}}; {_LITERAL}",
+                use=f"write a reference as ${{section.option}}; {_LITERAL}",
             )
         ) from error
     for name, item in wanted.items():

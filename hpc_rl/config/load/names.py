@@ -99,7 +99,7 @@ def _check_keys(cls: type, settings: Settings) -> Iterator[Refusal]:
             origin = next(
                 item.origin for name, item in settings.items() if f"{name}.".startswith(f"{member}.")
             )
-            why = f"can't be a key of {mapping}; allowed: {limit}"
+            why = f"can't be a name in section {mapping}; allowed: {limit}"
             yield Refusal(
                 option=member,
                 origin=origin,
@@ -112,11 +112,16 @@ def _check_keys(cls: type, settings: Settings) -> Iterator[Refusal]:
 
 def _refuse_section(name: str, item: SourceValue) -> Refusal:
     came = "null" if item.value is None else str(item)
-    hint = "it is a section with keys of its own"
+    hint = f"{name} is a section: give its options, such as {name}.OPTION"
     if isinstance(item.value, str) and "${" in item.value:
-        hint = "a reference stands for one option: give each key of the section its own"
+        hint = "a reference stands for one option: give each option of the section its own"
     return Refusal(
-        option=name, origin=item.origin, value=came, kind=Kind.VALUE, why="can't stand here", use=hint
+        option=name,
+        origin=item.origin,
+        value=came,
+        kind=Kind.VALUE,
+        why="can't be the value of a section",
+        use=hint,
     )
 
 

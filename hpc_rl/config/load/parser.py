@@ -166,10 +166,15 @@ def parse(cls: type, settings: Settings, refusals: list[Refusal]) -> tuple[Any, 
             continue  # it is among the refusals
         value: Any = None if item.value is None else {}
         if item.value == "???":
-            why = "stands for a value that is missing"
+            why = "means that a value must be given here"
             refusals.append(
                 Refusal(
-                    option=name, origin=item.origin, value="???", kind=Kind.MISSING, why=why, use="set it"
+                    option=name,
+                    origin=item.origin,
+                    value="???",
+                    kind=Kind.MISSING,
+                    why=why,
+                    use="set the option",
                 )
             )
             continue

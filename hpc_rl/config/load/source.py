@@ -137,7 +137,7 @@ def load_yaml(path: Path) -> Settings:
         if len(data) > MAX_FILE_BYTES:
             raise _refuse(
                 f"config file {path} has more than {MAX_FILE_BYTES >> 10} KiB, which no configuration needs: "
-                "is it another file?"
+                "did you name the right file?"
             )
         text = data.decode("utf-8")
     except OSError as error:
@@ -164,7 +164,10 @@ def flatten_settings(tree: SourceValue, prefix: str = "") -> Settings:
         is_section = isinstance(item.value, dict) and item.value and _is_section(name)
         for inner, setting in (flatten_settings(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
-                why, origin = f"set twice in one file, also at {found[inner].origin}", setting.origin
+                why, origin = (
+                    f"set twice in one file, also at {found[inner].origin}; remove one",
+                    setting.origin,
+                )
                 raise ConfigError(Refusal(option=inner, origin=origin, kind=Kind.CONFLICT, why=why))
             found[inner] = setting
     return found
@@ -299,7 +302,7 @@ def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
         node = loader.get_single_node()
         return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
-        raise _refuse(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
+        raise _refuse(f"{name}: this YAML is nested too deeply, or an alias (*name) holds itself.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -314,11 +317,11 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
         raise _refuse(
-            f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply."
+            f"{origin}: the file has more than {MOST_VALUES} values, probably by aliases (*name) in aliases."
         )
     if node.tag not in _TAGS:
         raise _refuse(
-            f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
+            f"{origin}: remove {node.tag.replace('tag:yaml.org,2002:', '!!')}: this YAML tag is not allowed."
         )
     if isinstance(node, yaml.MappingNode):
         return SourceValue(_convert_mapping(loader, node, name), origin)
@@ -338,17 +341,20 @@ def _convert_mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise _refuse(f"{name}:{line}: a key must be a plain scalar.")
+            kind = "list" if isinstance(key_node, yaml.SequenceNode) else "mapping"
+            raise _refuse(
+                f"{name}:{line}: this key is a {kind}; write it as plain text, as in `name: value`."
+            )
         item = _convert(loader, value_node, name)
         if key_node.tag == "tag:yaml.org,2002:merge":
             for part in item.value if isinstance(item.value, list) else [item]:
                 if not isinstance(part.value, dict):
-                    raise _refuse(f"{name}:{line}: << needs a mapping, or a list of mappings.")
+                    raise _refuse(f"{name}:{line}: the value of << must be a mapping, or a list of mappings.")
                 merged = {**part.value, **merged}
         elif key_node.value in own:
             first = own[key_node.value].origin
             raise _refuse(
-                f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
+                f"{name}:{line}: key {key_node.value} is given twice in one section, first at {first}."
             )
         else:
             # The origin of a section is the line of its key.

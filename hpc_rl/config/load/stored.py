@@ -63,7 +63,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     named = data.get("trainer") or ("grpo" if data.get("actor") else "sft")
     if named not in CONFIGS:
         use = f"allowed: {', '.join(CONFIGS)}"
-        raise _refuse_stored("trainer", Kind.VALUE, f"{named!r} can't be used", use)
+        raise _refuse_stored("trainer", Kind.VALUE, f"{named!r} is not a trainer of this version", use)
     config = construct(CONFIGS[named], data)
     return dataclasses.replace(config, trainer=find_trainer(config))
 

@@ -162,7 +162,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
         config = replace_value(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
         adapted["recover.freq_secs"] = unset
-        notes.append(make_note("recover", f": saves every {DEFAULT_RECOVER_SECS} s, because {unset}"))
+        notes.append(
+            make_note("recover", f": a checkpoint is saved every {DEFAULT_RECOVER_SECS} s, because {unset}")
+        )
     return config, notes, adapted
 
 
@@ -185,8 +187,9 @@ def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
         yield make_note("", f"the trial stops at the earliest of {', '.join(texts)}", related=LENGTH_OPTIONS)
     if config.saver.keep_best is not None and not consistency.has_period(config.evaluator):
         yield make_note(
-            "saver.keep_best", "has only the first and last weights to compare: set evaluator.freq_*"
+            "saver.keep_best",
+            "compares only the first and the last weights, because no evaluator.freq_* is set",
         )
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
-        why = ": generation waits for every update; with 1 or more it runs ahead of training"
+        why = ": generation waits for each update of the weights; with 1 or more it runs ahead of training"
         yield make_note("rollout.max_head_offpolicyness", why, value=0)

@@ -273,7 +273,7 @@ def check_needs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
             continue  # `valid_dataset=null` turns evaluation off, and the file may keep its options
         if get_value(config, name) and not get_value(config, needed):
             what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
-            why = f"has no effect without {what}: set both, or remove it"
+            why = f"has no effect without {what}: set both, or remove this option"
             yield Refusal(option=name, kind=Kind.NO_EFFECT, why=why, related=(needed,))
 
 
@@ -325,7 +325,7 @@ def check_datasets(config: Config, explicit: Collection[str]) -> Iterator[Refusa
                 option=f"{section}.type",
                 value=dataset.type,
                 kind=Kind.CONFLICT,
-                why=f": trainer {config.trainer} needs rows of type {wanted}",
+                why=f"can't be used with trainer {config.trainer}, which needs rows of type {wanted}",
                 related=("trainer",),
             )
 
@@ -358,7 +358,9 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
         for variable, value in found.items():
             if value == REDACTED and is_secret_variable(variable):
                 why = f": {variable} is {REDACTED}, a redacted secret"
-                yield Refusal(option=option, kind=Kind.VALUE, why=why, use="set the value itself")
+                yield Refusal(
+                    option=option, kind=Kind.VALUE, why=why, use="write the secret itself in place of it"
+                )
 
 
 def check_keys_absent(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

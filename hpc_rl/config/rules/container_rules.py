@@ -90,12 +90,12 @@ def _check_image(name: str, image: str, kind: str) -> Iterator[Refusal]:
         yield refuse(why=f"is not a file: run `{pull} docker://…` once, and use its path")
     elif "/" not in image:
         why = f"is not a path: use /…/{image} or ./{image}"
-        yield refuse(why=why, use="none means no container")
+        yield refuse(why=why, use="to use no container, write none")
     elif ":" in image:
-        yield refuse(why="can't be used: the path of an image can't contain a colon")
+        yield refuse(why="has a colon, which the path of an image can't have", use="rename it")
     elif kind == "pyxis" and image.endswith(".sif"):
         use = "run `enroot import -o FILE.sqsh docker://…`, or use container_type apptainer"
-        why, needed = "is an image of apptainer", f"pyxis needs a .sqsh file: {use}"
+        why, needed = "is an image of apptainer (.sif)", f"pyxis needs a .sqsh file: {use}"
         yield refuse(kind=Kind.CONFLICT, why=why, use=needed)
 
 
@@ -105,14 +105,14 @@ def check_mounts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]
         parts = bind.split(":")
         are_paths = all(part.startswith("/") for part in parts[:2])
         if len(parts) > 3 or not are_paths or set(bind) & set('\\"'):
-            why, use = f": {bind!r} is not a bind", "use /source:/target, separated by commas"
+            why, use = f": {bind!r} is not of the form /source:/target", "separate several by commas"
             yield Refusal(option="launcher.slurm.mount", kind=Kind.VALUE, why=why, use=use)
     if not any(find_image(slurm, role) for role in OPTION):
         return
     for name, path in list_bound_paths(config):
         if set(path) & set(SEPARATORS):
             signs = " ".join(SEPARATORS)
-            why = f"can't be bound into a container: the path of a bind can't have {signs} in it"
+            why = f"can't be mounted in a container, because its path has one of the signs {signs}"
             yield Refusal(option=name, value=path, kind=Kind.VALUE, why=why)
 
 
@@ -143,12 +143,12 @@ def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[Refus
         option = re.split("[= ]", text, maxsplit=1)[0]
         reason, *related = refused.get(option if option.startswith("--") else text[:2], ("",))
         if not text.startswith("-"):
-            yield refuse(why=f": {text!r} is not an option", use="write each with its value: --name=value")
+            yield refuse(why=f": {text!r} is not an option", use="join an option and its value: --name=value")
         elif not option.startswith("--") and len(text) > 2:
-            yield refuse(why=f": {text!r}: use the long form, --name=value")
+            yield refuse(why=f": {text!r} is a short option", use="write the long form, --name=value")
         elif " " in text.partition("=")[0]:
             joined = f"{option}={text.removeprefix(option).strip()}"
-            yield refuse(why=f": {text!r}: use an equals sign: {joined}")
+            yield refuse(why=f": {text!r} has a blank between option and value", use=f"write {joined}")
         elif reason:
             yield refuse(why=f": {option} can't be given: {reason}", related=tuple(related))
         elif pyxis and not option.startswith(("--container-", "--no-container-")):
@@ -165,7 +165,7 @@ def check_local_dir(config: Config, explicit: Collection[str]) -> Iterator[Refus
         use = "name a directory on the node's own disk"
         yield refuse(why=why, use=use, related=("cluster.fileroot",))
     if folder.startswith("$") and any(find_image(slurm, role) for role in OPTION):
-        why = ": a variable can't be bound into containers"
+        why = "can't be mounted in containers, because it begins with a variable"
         yield refuse(why=why, use="write a path, such as /scratch")
 
 
@@ -189,7 +189,7 @@ def check_image_files(config: Config, explicit: Collection[str]) -> Iterator[Ref
     for bind in split_binds(slurm.mount):
         source = bind.partition(":")[0]
         if not is_trusted(config, source) and not Path(source).exists():
-            why = f": {source} does not exist, so it can't be bound"
+            why = f": {source} does not exist, so it can't be mounted; correct the path or create it"
             yield Refusal(option="launcher.slurm.mount", kind=Kind.FILE, why=why)
 
 

@@ -135,7 +135,7 @@ def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
         split = "test" if section == "valid_dataset" else "train"
         if not dataset.path:
             if section == "valid_dataset" or has_own_prompts(config):
-                why = "is empty; only a trial on environments alone needs no training data"
+                why = "is not set: give the file of the data (only a trial on environments alone needs none)"
                 related = ("environments",) if isinstance(config, GRPOConfig) else ()
                 yield Refusal(option=name, kind=Kind.MISSING, why=why, related=related)
         elif is_trusted(config, dataset.path):
@@ -151,7 +151,7 @@ def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
             use = "allowed: a .jsonl or .parquet file, or a directory with a saved dataset"
             yield refuse(why="can't be read", use=use)
         elif not path.stat().st_size:
-            yield refuse(why="is empty")
+            yield refuse(why="is empty", use="give a file with rows")
 
 
 def _check_saved_dataset(name: str, path: Path, split: str) -> Iterator[Refusal]:
@@ -254,10 +254,12 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
         elif truths and all(isinstance(one, list | dict) for one in truths):
             kind = type(truths[0]).__name__
             each = f"the answers of {dataset.path} are of type {kind}, not texts"
-            yield refuse(value=reward, why=f"is 0 for every row: {each}")
+            yield refuse(value=reward, why=f"would be 0 for every row, because {each}")
         elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
             spaces = "begin or end with blanks, but completions are compared without those"
-            yield refuse(value=reward, why=f"is 0 for every row: the answers of {dataset.path} {spaces}")
+            yield refuse(
+                value=reward, why=f"would be 0 for every row: the answers of {dataset.path} {spaces}"
+            )
 
 
 def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

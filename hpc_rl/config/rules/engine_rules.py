@@ -119,8 +119,8 @@ def check_equal_layout(config: Config, explicit: Collection[str]) -> Iterator[Re
             yield Refusal(
                 option=name,
                 kind=Kind.CONFLICT,
-                why=f": {what} is divided as {section} is",
-                use=f"set {trained}, or remove it",
+                why=f"must equal {trained}, because {what} is divided among the ranks as {section} is",
+                use=f"set {trained} instead, or remove {name}",
                 related=(trained,),
             )
 

@@ -12,7 +12,7 @@ def check_commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
         try:
             words = shlex.split(command)
         except ValueError as error:
-            why = f": {command!r} is not a command: {error}"
+            why = f": {command!r} is not a valid shell command: {error}"
             yield Refusal(option=f"environments.commands.{name}", kind=Kind.VALUE, why=why)
             continue
         if not words:

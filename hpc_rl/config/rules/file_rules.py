@@ -208,7 +208,7 @@ def check_context(
         return
     of_model = f"the model's context (max_position_embeddings) is {limit}"
     if new >= limit:
-        why = f"leaves no room for a prompt: {of_model}"
+        why = f"leaves no room for a prompt, because {of_model}; lower it"
         yield Refusal(option=option, value=new, kind=Kind.VALUE, why=why)
     elif prompt is not None and prompt + new > limit:
         dataset = "valid_dataset" if option.startswith("eval_") else "train_dataset"
@@ -216,7 +216,7 @@ def check_context(
             option=f"{dataset}.max_length",
             value=prompt,
             kind=Kind.CONFLICT,
-            why=f"makes {prompt + new} tokens with {option} {new}, but {of_model}",
+            why=f"and {option} {new} make {prompt + new} tokens, but {of_model}; lower one of them",
             related=(option,),
         )
 
@@ -309,12 +309,14 @@ def check_snapshot(config: Config, explicit: Collection[str]) -> Iterator[Refusa
 
 def check_shared_places(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if ":" in config.cluster.fileroot:
-        why = "can't be used: PYTHONPATH can't contain a path with a colon"
+        why = "contains a colon, which a path in PYTHONPATH can't have"
         yield Refusal(option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.VALUE, why=why)
     for name, place, kind in _list_places(config):
         if kind in _MEMORY_FILE_SYSTEMS:
             nodes = config.cluster.n_nodes
-            why = f"is on {kind}, which only this node sees, but the trial has {nodes} nodes"
+            why = (
+                f"is on {kind}, which only this node sees, but the trial has {nodes} nodes; use a shared disk"
+            )
             yield Refusal(option=name, value=place, kind=Kind.FILE, why=why)
 
 
@@ -335,7 +337,7 @@ def list_inputs(config: Config) -> Iterator[tuple[str, str]]:
 def check_on_node(config: Config, node: str, wait_s: float = 0.0) -> None:
     """Raise ConfigError for models and datasets that do not appear on this node within `wait_s` seconds."""
     until = time.monotonic() + wait_s
-    why, use = f"is not on node {node}, where the job runs", "correct the path, or put it there"
+    why, use = f"does not exist on node {node}, where the job runs", "correct the path, or copy it there"
     gone = [
         Refusal(option=name, value=path, kind=Kind.FILE, why=why, use=use)
         for name, path in list_inputs(config)
@@ -347,11 +349,11 @@ def check_on_node(config: Config, node: str, wait_s: float = 0.0) -> None:
 
 def list_notes(config: Config) -> Iterator[Refusal]:
     if copied := list_snapshot_files(config, Path.cwd()):
-        why = f": {len(copied)} files are copied as they are now, and imported from there"
+        why = f": {len(copied)} files are copied into the trial now, and its jobs import these copies"
         yield make_note("launcher.snapshot", why, Kind.FILE)
     for name, path in list_inputs(config):
         if path and is_trusted(config, path):
-            why = ": nothing of it is on this machine; only the job checks it, on its nodes"
+            why = "does not exist on this machine; the job will check it on its nodes"
             yield make_note(name, why, Kind.FILE, value=path)
     # A local disk may be exported to all nodes; only they can tell.
     for name, place, kind in _list_places(config):

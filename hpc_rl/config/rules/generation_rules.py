@@ -90,10 +90,10 @@ def check_too_long(config: Config, explicit: Collection[str]) -> Iterator[Refusa
             continue
         related: tuple[str, ...] = ()
         if not isinstance(config, GRPOConfig):
-            why = f": only prompts are truncated, and trainer {config.trainer} has none"
+            why = f"can't be used: only prompts are truncated, and trainer {config.trainer} has none"
             related = ("trainer",)
         elif config.rollout.workflow in ("multi_turn", "teacher"):
-            why = f": workflow {config.rollout.workflow} makes its input of whole messages"
+            why = f"can't be used: workflow {config.rollout.workflow} never truncates its messages"
         else:
             continue
         yield Refusal(
@@ -123,7 +123,7 @@ def check_groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refu
                 option="gconfig.n_samples",
                 value=n_samples,
                 kind=Kind.CONFLICT,
-                why=f": actor.{name} normalizes by group",
+                why=f"can't be used, because actor.{name} normalizes over the samples of a prompt",
                 use="use at least 2",
                 related=(f"actor.{name}",),
             )
@@ -148,7 +148,7 @@ def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
     for section, g in list_samplings(config).items():
         if g.n_samples > 1 and (g.greedy or g.temperature == 0):
             option, value = ("greedy", "true") if g.greedy else ("temperature", "0")
-            equal = f": all {g.n_samples} samples of a prompt would be equal"
+            equal = f"would make all {g.n_samples} samples of a prompt equal"
             instead, related = f"a temperature above 0, or {section}.n_samples 1", [f"{section}.n_samples"]
             if section == "gconfig":
                 equal += ", so nothing is learned"
@@ -176,7 +176,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                     option=name,
                     value=limit,
                     kind=Kind.CONFLICT,
-                    why=f"can't hold {section}.max_new_tokens {g.max_new_tokens} and a prompt",
+                    why=f"is too small for a prompt and {section}.max_new_tokens {g.max_new_tokens}",
                     related=(f"{section}.max_new_tokens",),
                 )
     # completions of evaluations enter no micro-batch
@@ -189,7 +189,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 option=f"{section}.mb_spec.max_tokens_per_mb",
                 value=limit,
                 kind=Kind.CONFLICT,
-                why=f"can't hold gconfig.max_new_tokens {new} and a prompt{times}",
+                why=f"is too small for a prompt and gconfig.max_new_tokens {new}{times}",
                 related=("gconfig.max_new_tokens",),
             )
 
@@ -262,7 +262,7 @@ def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterat
 def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options without effect; AReaL's files often contain them."""
     if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
-        why = "async_training false has each batch made by the newest weights"
+        why = "with async_training false the newest weights generate each batch"
         name = "rollout.max_head_offpolicyness"
         yield make_note(name, f": no effect: {why}", Kind.NO_EFFECT, value=ahead, related=("async_training",))
     for section in ("train_dataset", "valid_dataset"):
@@ -277,8 +277,8 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
         idle.remove("n_trajs")  # it means the same
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
-        use = f"name the one that does: {known}your own package.module:name"
-        why = f": {', '.join(idle)}: no effect: rollout.workflow {workflow} does not take it; {use}"
+        use = f"a workflow that may: {known}your own package.module:name"
+        why = f": {', '.join(idle)} has no effect, because workflow {workflow} takes no such argument; {use}"
         yield make_note("rollout.workflow_args", why, Kind.NO_EFFECT, related=("rollout.workflow",))
 
 

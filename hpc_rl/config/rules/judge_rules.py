@@ -47,7 +47,7 @@ def check_judge(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
         why = "has no {completion}: write it where that belongs"
         yield Refusal(option="rollout.judge.template", kind=Kind.VALUE, why=why)
     if not found.temperatures:
-        why, use = "is empty, so no score is asked for", "use at least one, such as 0.2"
+        why, use = "is empty, so no score is asked for", "give at least one, such as 0.2"
         yield Refusal(option="rollout.judge.temperatures", kind=Kind.VALUE, why=why, use=use)
 
 

@@ -22,7 +22,13 @@ def check_start(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if launcher.trainer_start != "mpiexec":
         for option in list_given(config, explicit, "launcher.mpi."):
             why = f"has no effect with {start} srun"
-            yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="use mpiexec", related=(start,))
+            yield Refusal(
+                option=option,
+                kind=Kind.NO_EFFECT,
+                why=why,
+                use=f"set {start} mpiexec, or remove it",
+                related=(start,),
+            )
     elif find_image(slurm, "trainer"):
         yield Refusal(
             option=start,
@@ -35,8 +41,8 @@ def check_start(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     of_all = slurm.srun_additional_args.split()
     for option, args in (("srun_additional_args", of_all), ("srun_args.trainer", slurm.srun_args.trainer)):
         if slurm.srun_mpi != "none" and "--mpi" in map(parse_option, args):
-            name, why = f"launcher.slurm.{option}", f"has --mpi, and so has {mpi}"
-            yield Refusal(option=name, kind=Kind.CONFLICT, why=why, use="omit one", related=(mpi,))
+            name, why = f"launcher.slurm.{option}", f"sets --mpi, and {mpi} sets it too"
+            yield Refusal(option=name, kind=Kind.CONFLICT, why=why, use="remove one", related=(mpi,))
 
 
 def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -46,7 +52,7 @@ def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[Refus
         if any(ord(char) < 32 for char in text) or not text:
             yield refuse(why=f": {text!r} is empty or contains a control character")
         elif option in _DERIVED:
-            yield refuse(why=f": {option} is derived from the plan and can't be given")
+            yield refuse(why=f": {option} can't be given, because the trial sets it itself; remove it")
 
 
 RULES = [check_start, check_arguments]

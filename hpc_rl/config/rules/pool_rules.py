@@ -39,9 +39,9 @@ def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     for key, pool in config.pools.items():
         name = f"pools.{key}"
         if pool.path and pool.url:
-            why = f"can't be used with {name}.url: its servers are here, or elsewhere"
+            why = f"and {name}.url are both set, but the trial starts servers for a path and none for a URL"
             yield Refusal(
-                option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="keep one", related=(f"{name}.url",)
+                option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="remove one", related=(f"{name}.url",)
             )
         elif pool.url:
             yield from _check_endpoint(name, pool, is_teacher=key == find_teacher_pool(config))
@@ -62,7 +62,7 @@ def _refuse_idle(option: str, why: str, *related: str) -> Refusal:
 def _check_endpoint(name: str, pool: PoolConfig, is_teacher: bool) -> Iterator[Refusal]:
     for option in _OF_SERVERS:
         if getattr(pool, option) and not (option == "tokenizer_path" and is_teacher):
-            why = f"has no effect with {name}.url: the endpoint has its own"
+            why = f"has no effect with {name}.url, because the trial does not start those servers"
             yield _refuse_idle(f"{name}.{option}", why, f"{name}.url")
     if not re.fullmatch(_URL, pool.url):
         use = "allowed: a URL such as http://host:8000/v1, without ? or #"
@@ -89,7 +89,7 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 option="allocation_mode",
                 value=found,
                 kind=Kind.CONFLICT,
-                why=f"has servers for {name}, but {url} is an endpoint elsewhere",
+                why=f"has servers for pool {name}, but {url} names an endpoint that runs already",
                 use=f"use {shorter}",
                 related=(url,),
             )
@@ -100,7 +100,7 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         yield Refusal(
             option=f"pools.{missing[0]}.path",
             kind=Kind.CONFLICT,
-            why=f": allocation_mode{has} has no servers for it",
+            why=f": allocation_mode{has} has no servers for this pool",
             use=f"use {longer}",
             related=("allocation_mode",),
         )
@@ -117,7 +117,7 @@ def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     for name, pool in config.pools.items():
         backend = find_server_backend(config, name)
         if pool.python and backend and not SERVER_BACKENDS[backend].is_process:
-            why = f"has no effect: {backend} servers run in the role itself"
+            why = f"has no effect, because {backend} servers use launcher.python"
             yield _refuse_idle(f"pools.{name}.python", why)
         if not pool.options or not backend:
             continue
@@ -161,7 +161,7 @@ def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             yield Refusal(
                 option=f"{pool}.url",
                 kind=Kind.CONFLICT,
-                why=f"{asks}, which OpenAI's API has not",
+                why=f"{asks}, which an endpoint with OpenAI's API can't give",
                 use=f"use {pool}.path, and servers for it",
                 related=("rollout.reward_fn", f"{pool}.path"),
             )
@@ -169,8 +169,8 @@ def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             yield Refusal(
                 option=pool,
                 kind=Kind.CONFLICT,
-                why=f"{asks}, but the workflow or the judge asks it by chat",
-                use="use a pool for each",
+                why=f"{asks}, but the workflow or the judge asks it for answers",
+                use="make a second pool for one of them",
                 related=("rollout.reward_fn",),
             )
         for option in list_given(config, explicit, tuple(f"{pool}.{one}" for one in _OF_ANSWERS)):
@@ -183,7 +183,7 @@ def _check_server_options(pool: str, section: str, cls: type, given: dict[str, s
     option = f"{pool}.options"
     for key, text in given.items():
         if key == "model_path":
-            why = f": model_path is derived from {pool}.path and can't be given"
+            why = f": model_path can't be given, because it is {pool}.path; remove it"
             yield Refusal(option=option, kind=Kind.CONFLICT, why=why, related=(f"{pool}.path",))
         elif row := ONE_VALUE.get(f"{section}.{key}"):
             name = f"{section}.{key}"

@@ -94,13 +94,13 @@ def check_texts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
             if isinstance(text, str) and _has_control_character(text):
                 yield refuse(option=option, why=f": {text!r} contains a line break or control character")
             elif text == "" and name not in ("srun_additional_args", "mount"):
-                yield refuse(option=option, why=": empty", use="use null to omit the option")
+                yield refuse(option=option, why="is an empty text", use="write null to omit the option")
     for name, value in vars(slurm.servers).items():
         if value == "" or (isinstance(value, str) and _has_control_character(value)):
             yield refuse(
                 option=f"launcher.slurm.servers.{name}",
                 why=f": {value!r} can't be used",
-                use="null means as in launcher.slurm",
+                use="write a value, or null for the one in launcher.slurm",
                 related=("launcher.slurm",),
             )
 
@@ -121,7 +121,7 @@ def check_conflicts(config: Config, explicit: Collection[str]) -> Iterator[Refus
     if has_gpus(slurm.gres):
         yield from _check_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
-        why = f"has no effect, because {name}.gpus_by is null: no GPUs are requested"
+        why = f"has no effect, because {name}.gpus_by null requests no GPUs; remove one of the two"
         yield Refusal(option=f"{name}.gpu_type", kind=Kind.NO_EFFECT, why=why, related=(f"{name}.gpus_by",))
 
 
@@ -131,7 +131,7 @@ def _check_gres(config: Config) -> Iterator[Refusal]:
     for name in ("gpus_by", "gpu_type"):
         other = f"launcher.slurm.{name}"
         if getattr(slurm, name) is not None and not is_default(config, other):
-            why = f"names GPUs, and so does {other}: Slurm would apply one of the two. Omit one"
+            why = f"names GPUs, and so does {other}: Slurm would apply only one of the two. Remove one"
             yield refuse(why=why, related=(other,))
     counts = [_count_gpus(part) for part in (slurm.gres or "").split(",") if has_gpus(part)]
     total = sum(filter(None, counts))
@@ -194,7 +194,7 @@ def check_srun_options(config: Config, explicit: Collection[str]) -> Iterator[Re
     try:
         yield from _check_srun_args(name, shlex.split(text))
     except ValueError as error:
-        yield Refusal(option=name, kind=Kind.VALUE, why=f": {text!r} can't be split: {error}")
+        yield Refusal(option=name, kind=Kind.VALUE, why=f": {text!r} can't be split into arguments: {error}")
     for role, args in vars(config.launcher.slurm.srun_args).items():
         yield from _check_srun_args(f"launcher.slurm.srun_args.{role}", args)
 
@@ -208,12 +208,12 @@ def _check_srun_args(name: str, args: Iterable[str]) -> Iterator[Refusal]:
             yield refuse(why=f": {arg!r} is not an option", use=use)
         elif option.startswith(("--container-", "--no-container-")):
             image = "launcher.slurm.trainer_image"
-            use = f"use {image} and the like for images, container_args for the rest"
+            use = f"use {image} and similar options for images, launcher.slurm.container_args for the rest"
             yield refuse(why=f": {option} can't be given", use=use, related=(image,))
         elif "$" in arg:
-            yield refuse(why=f": {arg!r}: variables are not expanded", use="use the value")
+            yield refuse(why=f": the variable in {arg!r} is not replaced by its value", use="write the value")
         elif option in _SRUN_DERIVED:
-            yield refuse(why=f": {option} is derived from the plan and can't be given")
+            yield refuse(why=f": {option} can't be given, because the trial sets it itself; remove it")
 
 
 RULES = [check_texts, check_conflicts, check_extra_args, check_layouts, check_srun_options]

@@ -52,14 +52,14 @@ def check_templates(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
         used = list_names(getattr(config.teacher.templates, name))
         for variable in needed:
             if variable not in used:
-                yield refuse(why=f"has no {{{variable}}}: write it where that belongs")
+                yield refuse(why=f"must contain {{{variable}}}, in the place where that text belongs")
         for variable in used:
             if variable in TRUTH_COLUMNS and name != "adaptive":
                 why = f": {{{variable}}} would tell the student the right answer"
                 yield refuse(why=why, use="remove it")
             if variable in _EVERY - _list_variables(name):
                 there = ", ".join(f"{{{one}}}" for one in sorted(_list_variables(name)))
-                yield refuse(why=f": there is no {{{variable}}} when it is used", use=f"known: {there}")
+                yield refuse(why=f": this template can't contain {{{variable}}}", use=f"known: {there}")
 
 
 def _list_variables(template: str) -> set[str]:
@@ -82,8 +82,8 @@ def check_reward(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refu
             yield refuse(value=repr(part), why="is not known", use=use.strip())
     names = [part.rpartition(":")[2] for part in parts]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-        why = f"has {name} twice, but each is reported by its name"
-        yield refuse(why=why, use="omit one, or rename it")
+        why = f"has {name} twice, but metrics name each part, so the names must differ"
+        yield refuse(why=why, use="remove one, or rename your function")
     for weight, part in _WEIGHTS.items():
         if part not in parts and list_given(config, explicit, f"teacher.{weight}"):
             yield Refusal(
@@ -100,14 +100,14 @@ def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     refuse = partial(Refusal, kind=Kind.CONFLICT, related=("trainer",))
     if not isinstance(config, TeacherConfig):
         if workflow == "teacher":
-            why = "needs trainer: teacher, whose section teacher it follows"
+            why = "needs trainer teacher and its section `teacher`"
             yield refuse(option="rollout.workflow", value=workflow, why=why)
         return
     if workflow in BUILT_IN["workflow"] and workflow != "teacher":
-        use = "remove it: trainer teacher has its own"
-        yield refuse(option="rollout.workflow", value=workflow, why="teaches no student", use=use)
+        use = "remove it: trainer teacher has its own workflow"
+        yield refuse(option="rollout.workflow", value=workflow, why="can't teach a student", use=use)
     if config.environments is not None:
-        why = "can't be used with trainer teacher: they ask and score by themselves"
+        why = "can't be used with trainer teacher, because environments ask and score by themselves"
         yield refuse(option="environments", why=why, use="remove it")
 
 

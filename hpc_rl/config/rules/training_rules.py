@@ -167,7 +167,7 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     if actor.log_agent_stats_keys and not actor.log_agent_stats:
         yield make_idle_note(["actor.log_agent_stats_keys"], "actor.log_agent_stats is false")
     if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None and not actor.use_lora:
-        why = "without a reference model rewards improbable tokens, as AReaL did (actor.algorithm areal)"
+        why = "rewards improbable tokens, as in AReaL, because there is no reference model"
         yield make_note("actor.kl_ctl", why, value=f"{actor.kl_ctl:g}", related=("actor.algorithm", "ref"))
     if config.ref is None:
         return
@@ -261,7 +261,7 @@ def check_reference_optimizer(config: Config, explicit: Collection[str]) -> Iter
             yield Refusal(
                 option=f"ref.optimizer.{name}",
                 kind=Kind.NO_EFFECT,
-                why=": the reference model is not trained",
+                why="has no effect, because the reference model is not trained",
                 use="remove ref.optimizer",
                 related=("ref.optimizer",),
             )
@@ -277,7 +277,7 @@ def check_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[R
             option=name,
             value=get_value(config, name),
             kind=Kind.CONFLICT,
-            why=f": {limit} holds at most {bound} tokens of a sequence",
+            why=f"is too large: with {limit} a sequence can have at most {bound} tokens",
             use=f"reduce {name}, or increase {limit}",
             related=(limit,),
         )
@@ -292,7 +292,7 @@ def _check_optimizer(config: Config, section: str, engine: TrainEngineConfig) ->
     name, optimizer = f"{section}.optimizer", engine.optimizer
     if optimizer is None or optimizer.type == "empty":
         option, value = (name, "null") if optimizer is None else (f"{name}.type", "empty")
-        why, use = ": nothing would be trained", "use type adam"
+        why, use = "would train nothing", "use type adam"
         yield Refusal(option=option, value=value, kind=Kind.VALUE, why=why, use=use)
         return
     if optimizer.lr >= MAX_LR:
@@ -300,7 +300,7 @@ def _check_optimizer(config: Config, section: str, engine: TrainEngineConfig) ->
             option=f"{name}.lr",
             value=f"{optimizer.lr:g}",
             kind=Kind.VALUE,
-            why=": each step moves every weight by about as much, and leaves nothing of the model",
+            why="is so large that the first step would destroy the model",
             use=f"use less than {MAX_LR:g}, such as 1e-5",
         )
     for option in _LOSS_SCALE:
@@ -351,7 +351,8 @@ def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> It
                 option=f"{section}.is_critic",
                 value="false",
                 kind=Kind.CONFLICT,
-                why=f": a {'critic' if section == 'critic' else 'reward model'} has a scalar head",
+                why=f"can't be used, because a {'critic' if section == 'critic' else 'reward model'} "
+                "has one output (a score)",
                 use="remove it: it is true here",
             )
         return

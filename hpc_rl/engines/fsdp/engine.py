@@ -183,9 +183,13 @@ class FSDPEngine(TrainedEngine):
     def _check_mesh(self) -> None:
         mesh, copies = self.mesh, self.config.fsdp.replicate_size
         if mesh.pipeline > 1 or mesh.experts > 1:
-            raise ConfigError("fsdp has no p and no e; use megatron")
+            raise ConfigError(
+                "allocation_mode: the fsdp backend has no p (pipeline) and no e (experts); use megatron"
+            )
         if mesh.num_data_ranks % copies:
-            raise ConfigError(f"fsdp.replicate_size {copies} must divide d{mesh.num_data_ranks}")
+            raise ConfigError(
+                f"fsdp.replicate_size {copies} must divide the data ranks, d{mesh.num_data_ranks}"
+            )
 
     def _check_context(self) -> None:
         config, context = self.model.hf.config, self.mesh.context

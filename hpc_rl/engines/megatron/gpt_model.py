@@ -27,14 +27,14 @@ def check_architecture(hf: Any, path: str) -> None:
     """Raise ConfigError if this engine does not support the model. `hf` is its transformers config."""
     if hf.model_type not in ARCHITECTURES:
         raise ConfigError(
-            f"{path} is a {hf.model_type} model, and the megatron backend has "
+            f"{path} is a {hf.model_type} model, but the megatron backend can train "
             f"{', '.join(sorted(ARCHITECTURES))} only; use fsdp"
         )
     odd = find_odd_layers(hf.to_dict())
     if odd:
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
         raise ConfigError(
-            f"the megatron backend can't have a model with {named} (config.json of {path}); use fsdp"
+            f"the megatron backend can't train a model with {named} (config.json of {path}); use fsdp"
         )
 
 
@@ -70,7 +70,7 @@ def check_layout(hf: Any, mesh: Mesh, virtual: int | None) -> None:
     if virtual and mesh.pipeline < 2:
         problems.append(f"{virtual} virtual stages need a pipeline, as p2")
     if problems:
-        raise ConfigError(f"the megatron backend can't divide the model: {'; '.join(problems)}")
+        raise ConfigError(f"allocation_mode can't divide the model with megatron: {'; '.join(problems)}")
 
 
 def make_transformer_config(

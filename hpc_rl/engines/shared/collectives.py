@@ -84,7 +84,7 @@ def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement
         seen = store.add("seen", 0)
     if found.bad:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.bad.items())
-        message = f"collectives fail before training begins: {reasons}{found.summary}"
+        message = f"the test of the trainer's network (collectives) fails: {reasons}{found.summary}"
         if len(found.bad) == len(set(nodes)):
             raise RoleFailed(
                 f"{message}. No node differs from the others: look at the network and NCCL's log."

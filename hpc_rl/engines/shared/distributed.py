@@ -73,7 +73,7 @@ def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
     except dist.DistStoreError as error:
         joined = store.add("joined", 0)
         raise RoleFailed(
-            f"{joined} of {num_ranks} ranks joined within {timeout_s:g} s; see the logs of the others"
+            f"only {joined} of {num_ranks} trainer ranks started within {timeout_s:g} s; see their logs"
         ) from error
 
 

@@ -71,12 +71,12 @@ def list_safetensors_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = json.loads(index.read_bytes()).get("weight_map")
         if not isinstance(names, dict) or not names:
-            raise ConfigError(f"{index} has no weight_map with files. Copy or download it again.")
+            raise ConfigError(f"{index} lists no files (weight_map). Copy or download it again.")
         paths = sorted({folder / name for name in names.values()})
         if gone := [path.name for path in paths if not path.is_file()]:
             raise ConfigError(
                 f"{index} names files that do not exist: {', '.join(gone[:5])} ({len(gone)} in all). "
-                "Copy or download them."
+                "Copy or download these files."
             )
         return paths
     if any(folder.glob("pytorch_model*.bin")):

@@ -79,7 +79,7 @@ def load(
     unused = _select_ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
     match.unread = [name for name in match.unread if name not in unused]
     if match.unread and rank == 0:
-        logger.warning("the model does not use %s of %s", format_some(match.unread), folder)
+        logger.warning("the model does not use these tensors of %s: %s", folder, format_some(match.unread))
     wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
     for _, rows, read in _load_rows(wanted, found):
         rows.copy_(read.to(rows.device))  # first, so that it is converted there
@@ -189,7 +189,7 @@ def _from_rank0(
         except Exception as error:  # the other ranks wait
             problem = error
     if sum_over_ranks([float(problem is not None)])[0]:
-        raise problem or ConfigError(f"rank 0 can't load {folder}; its log says why")
+        raise problem or ConfigError(f"trainer rank 0 can't load {folder}; its log has the reason")
     # the tensors that any rank wants, in the same order on every rank
     saved = hf.state_dict()
     known = dict(hf.named_parameters())

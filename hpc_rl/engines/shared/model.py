@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
         if wanted and not found:
             there = ", ".join(sorted({type(module).__name__ for module in self.hf.modules()}))
             raise ConfigError(
-                f"fsdp.wrap_policy: the model has no module of {', '.join(wanted)}; it has {there}"
+                f"fsdp.wrap_policy: the model has no module of class {', '.join(wanted)}; it has {there}"
             )
         return found
 
@@ -116,7 +116,7 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
     """Raise ConfigError if the engine can't use the configuration on the device."""
     if device.type == "cpu" and config.attn_impl.startswith(("flash", "flex")):
         raise ConfigError(
-            f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
+            f"attn_impl {config.attn_impl!r} needs a GPU, but the trainer runs on the CPU; use attn_impl sdpa"
         )
     if not (Path(config.path) / "config.json").is_file():
         raise ConfigError(
@@ -150,7 +150,7 @@ def build(
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(
             f"{hf.config.model_type} models can't be reward models yet: "
-            "their head is not a linear layer `score`"
+            "their head is not a linear layer `score`; use another model"
         )
     if not config.is_critic:
         _refuse_other_heads(hf)
@@ -204,10 +204,11 @@ def _clear_errors(config: TrainEngineConfig) -> Iterator[None]:
         raise
     except (ImportError, ValueError) as error:  # a missing package, an unknown attention or architecture
         hf_io.refuse_damage(folder)
-        raise ConfigError(
-            f"{folder} can't be built with attn_impl {config.attn_impl!r} here: {error} "
-            "Install the missing package in the trainer's environment, or use attn_impl: sdpa."
-        ) from error
+        reason = " ".join(str(error).split())
+        problem = f"transformers can't build the model {folder} (attn_impl {config.attn_impl!r}): {reason}"
+        if isinstance(error, ImportError):
+            problem += " Install the missing package in the trainer's Python, or set attn_impl sdpa."
+        raise ConfigError(problem) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # impossible sizes or names
         hf_io.refuse_damage(folder)
         raise ConfigError(
@@ -303,7 +304,7 @@ def copy_from_cpu(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
 def _refuse_other_heads(hf: Any) -> None:
     for key, neutral in LOGIT_TRANSFORMS.items():
         if getattr(hf.config, key, neutral) not in (neutral, None):
-            raise NotBuilt(f"{hf.config.model_type} models with {key} in config.json can't be trained yet")
+            raise NotBuilt(f"models with {key} in config.json ({hf.config.model_type}) can't be trained yet")
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise NotBuilt(f"{hf.config.model_type} models with a bias in the output head can't be trained yet")
 

@@ -151,7 +151,7 @@ class RankState:
                 _fill(reader, header, self.pieces, wanted, missing)
         if any(missing):
             lacking = [one.piece.name for one, num in zip(self.pieces, missing, strict=True) if num]
-            raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
+            raise Damaged(f"{folder.name} lacks values of the tensors {', '.join(lacking[:5])}")
         return counters
 
     def _check_shapes(self, path: Path, theirs: Mapping[str, list[int]], last: bool) -> None:
@@ -194,7 +194,7 @@ class Header:
             state = json.loads(tensors.pop("__metadata__")["state"])
             found = (state["format"], state["rank"], state["num_ranks"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{name} is not a shard of a recover state: {error}") from error
+            raise Damaged(f"{name} is not a file of a checkpoint: {error}") from error
         if found != (FORMAT, rank, num_ranks):
             what = f"rank {found[1]} of {found[2]} in format {found[0]}"
             raise Damaged(f"{name} is {what}, expected rank {rank} of {num_ranks} in format {FORMAT}")

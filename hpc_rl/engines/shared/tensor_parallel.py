@@ -59,12 +59,14 @@ def _choose_styles(hf: Any, size: int) -> dict[str, type[ParallelStyle] | None]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - STYLES.keys():
         raise ConfigError(
-            f"{config.model_type} models can't be trained with tensor parallelism (t{size}) by fsdp; use d, "
-            "or megatron"
+            f"fsdp can't train {config.model_type} models with tensor parallelism (t{size}); in "
+            "allocation_mode use d in place of t, or megatron"
         )
     for key in DIVIDED:
         if (number := getattr(config, key, size)) % size:
-            raise ConfigError(f"t{size} must divide {key} {number} of the model")
+            raise ConfigError(
+                f"t{size} of allocation_mode must divide {key} {number} of the model's config.json"
+            )
     styles = {}
     for name, module in trunk.named_modules():
         found = next((style for key, style in plan.items() if _matches(key, name)), None)

@@ -200,7 +200,7 @@ def load_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Recor
             offset += FRAME.size + length
         size = os.fstat(file.fileno()).st_size
         if offset < size:
-            form = "ledger segment %d: the last %d bytes are torn and left out"
+            form = "segment %d of the batch log ends with an incomplete record; its %d bytes are left out"
             logger.warning(form, number, size - offset)
 
 

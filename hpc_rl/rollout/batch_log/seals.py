@@ -146,7 +146,7 @@ class Batches:
                     os.link(source, folder / source.name)
             except OSError as error:
                 logger.warning(
-                    "%s can't be linked next to the batches that were set aside: %s", source, error
+                    "%s, which holds batches that were set aside, can't be kept with them: %s", source, error
                 )
         for seal in seals:
             path = self._get_path(seal.step)

@@ -45,7 +45,9 @@ class Judge:
         if not scores:
             raise unscored[-1]
         for rejection in unscored:
-            logger.warning("%s; the mean of the other temperatures counts", rejection.message)
+            logger.warning(
+                "%s; the reward is the mean of the scores at other temperatures", rejection.message
+            )
         return sum(scores) / len(scores)
 
     async def _score(self, text: str, number: int) -> float | Rejection:
@@ -58,7 +60,7 @@ class Judge:
             answer = (await self._pool.ask(chat, [seed], temperature=temperature))[0].text
             score = find_score(answer)
             if self._trace:
-                logger.info("judge at temperature %g, score %s:\n%s", temperature, score, answer)
+                logger.info("the judge at temperature %g gave the score %s:\n%s", temperature, score, answer)
             if score is not None:
                 return score
         problem = (

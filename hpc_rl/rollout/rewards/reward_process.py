@@ -141,7 +141,7 @@ class RewardProcess:
             answer = first["error"] if first else answer
             if self._process.returncode == ExitCode.BAD_CONFIG:
                 raise ConfigError(answer)
-            raise RoleFailed(f"the reward process for {self.path!r} does not come up: {answer}")
+            raise RoleFailed(f"the process of reward {self.path!r} did not start: {answer}")
         self.batched = bool(first.get("batched"))
         self._reading = asyncio.create_task(self._receive_answers(self._process), name="reward-process")
         for call in self._calls.values():
@@ -226,7 +226,7 @@ class RewardProcess:
         what = "took more than" if call.timer else "was not started within"
         where = f": it was at {place}" if place else ""
         message = f"the reward {what} {self.timeout_s:g} s (rollout.reward_timeout_s){where}"
-        logger.warning("%s: the reward process is killed and started again", message)
+        logger.warning("%s, so the reward process is killed and started again", message)
         known_as = f"reward over its time limit ({place})" if place else ""
         call.answer.set_exception(Rejection(RejectReason.REWARD_TIMEOUT, message, known_as, trace))
         if self._process is None:

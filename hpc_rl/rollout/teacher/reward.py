@@ -63,7 +63,7 @@ def load_parts(paths: Sequence[str]) -> dict[str, RewardPart]:
             why = f": {path!r} must be a function (lesson, so_far) -> float"
             raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why))
         if name in parts:
-            why = f": {name!r} is there twice; each is reported by its name"
+            why = f"has {name!r} twice, but metrics name each part, so the names must differ"
             raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=why))
         parts[name] = part
     return parts

@@ -48,7 +48,7 @@ class TeacherWorkflow:
     @classmethod
     def create(cls, config: GRPOConfig) -> "TeacherWorkflow":
         if not isinstance(config, TeacherConfig):
-            why = "needs trainer: teacher, whose section it follows"
+            why = "needs trainer teacher and its section `teacher`"
             raise ConfigError(
                 Refusal(option="rollout.workflow", value="teacher", kind=Kind.CONFLICT, why=why)
             )
@@ -107,7 +107,10 @@ class TeacherWorkflow:
                 raise
             # a value, not a missing row: a teaching that the student can't read teaches nothing
             logger.info(
-                "prompt %d, teaching %d can't be read by the student: %s", generate.index, number, error
+                "teaching %d of prompt %d gets no reward, because the student can't read it: %s",
+                number,
+                generate.index,
+                error,
             )
             answers = []
         lesson = Lesson(

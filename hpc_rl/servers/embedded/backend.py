@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import socket
 import sys
 import time
 import uuid
@@ -130,7 +131,7 @@ class EmbeddedBackend:
 
     async def start(self, path: str, version: str) -> None:
         if not Path(path).is_dir():
-            raise ConfigError(f"model path {path!r} is not a directory")
+            raise ConfigError(f"model path {path!r} is not a directory on node {socket.gethostname()}")
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         start = time.monotonic()
@@ -141,8 +142,8 @@ class EmbeddedBackend:
         limits = config.max_running_requests, config.batch_invariant
         self._engine = EmbeddedEngine(model, version, self._deliver, *limits)
         self._engine.start()
-        name = type(model.decoder).__name__
-        logger.info("embedded engine: %s with %s in %.1f s", path, name, time.monotonic() - start)
+        form = "the embedded engine has loaded %s in %.1f s (%s)"
+        logger.info(form, path, time.monotonic() - start, type(model.decoder).__name__)
 
     def alive(self) -> str:
         if self._engine is None or self._engine.alive():
@@ -179,11 +180,11 @@ class EmbeddedBackend:
             lambda text: self._require_tokenizer().encode(text, add_special_tokens=False),
         )
         rids = {one.rid for one in requests if one.rid}
-        if rids & self._live:
-            raise RequestRefused("a request with this rid is running")
+        if running := rids & self._live:
+            raise RequestRefused(f"rid {min(running)!r} is the id of a request that is still running")
         params = [parse_sampling(one.sampling) for one in requests]
         if (total := sum(one.n for one in params)) > MAX_SEQUENCES:
-            raise RequestRefused(f"{total} samples in one request; allowed are {MAX_SEQUENCES}")
+            raise RequestRefused(f"the request asks for {total} samples; at most {MAX_SEQUENCES} are allowed")
         sequences: list[Sequence] = []
         for request, one in zip(requests, params, strict=True):
             sequences += self._sequences(request.ids, request.rid, one)
@@ -201,7 +202,7 @@ class EmbeddedBackend:
         if len(ids) >= model.context_length or total > model.context_length:
             raise RequestRefused(
                 f"{len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed "
-                f"the model's {model.context_length}"
+                f"the model's context of {model.context_length} tokens"
             )
         rid = rid or uuid.uuid4().hex
         # the samples of a request differ; a sequence resubmitted after an abort continues in the same way
@@ -271,7 +272,9 @@ class EmbeddedBackend:
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestRefused("the model has no tokenizer.json: send input_ids")
+            raise RequestRefused(
+                "this server could load no tokenizer.json: send input_ids, not text or chats"
+            )
         return self._tokenizer
 
     # control
@@ -299,7 +302,7 @@ class EmbeddedBackend:
     async def _update(self, body: dict[str, Any]) -> dict[str, Any]:
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not path:
-            raise RequestRefused("model_path must be a directory")
+            raise RequestRefused(f"model_path must be the path of a directory, got {path!r}")
         label = None if version is None else str(version)
         keep_cache = not body.get("flush_cache", True)
         changes, self._changes = self._changes, None
@@ -308,7 +311,7 @@ class EmbeddedBackend:
         try:
             await self._in_engine(lambda: self.engine.update(path, label, keep_cache, changes))
         except (OSError, ValueError) as error:
-            message = f"can't load the weights at {path}; the old weights stay loaded: {error}"
+            message = f"the server can't load the weights at {path} and keeps the old ones: {error}"
             raise RequestRefused(message) from error
         self._is_mixed = False
         return {"success": True, "message": "updated", "num_paused_requests": 0}
@@ -394,5 +397,5 @@ def _load_tokenizer(path: str) -> Tokenizer | None:
     try:
         return Tokenizer(path)
     except (OSError, ValueError) as error:
-        logger.info("no chat and no text input: %s", error)
+        logger.info("the server takes only token ids, no text and no chats: %s", error)
         return None

@@ -286,8 +286,8 @@ class Model:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ConfigError(
-                f"the embedded engine can't serve {config.model_type}: "
-                f"layers of kind {sorted(kinds)}; use sglang"
+                f"the embedded engine can't serve {config.model_type} models with layers of kind "
+                f"{', '.join(sorted(kinds))}; use sglang servers"
             )
         self.module = module.eval().requires_grad_(False)
         self.num_layers = config.num_hidden_layers
@@ -307,11 +307,12 @@ class Model:
             difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
         # an unknown variant of the architecture
         except (NotImplementedError, AttributeError, RuntimeError) as error:
-            logger.warning("the fused decoder does not fit this %s: %s", config.model_type, error)
+            form = "the fast decoder can't run this %s model, so that of transformers runs it: %s"
+            logger.warning(form, config.model_type, error)
             return generic
         tolerance = PROBE_TOLERANCE if self.dtype == torch.float32 else 1.0
         if not difference < tolerance:
-            form = "the fused decoder differs from this %s by %.2g: not used"
+            form = "the fast decoder of %s models is wrong by %.2g here, so that of transformers is used"
             logger.warning(form, config.model_type, difference)
             return generic
         return fused

@@ -136,7 +136,8 @@ class EmbeddedEngine:
             self.model.load(path)
             source = path
         self._enter_version(version, keep_cache)
-        logger.info("weights %s loaded from %s in %.3f s", self.version, source, time.monotonic() - start)
+        form = "the server has loaded weights %s from %s in %.3f s"
+        logger.info(form, self.version, source, time.monotonic() - start)
 
     def finish_writing(self, version: str | None, keep_cache: bool) -> None:
         """Give the version to weights that `model.write` has overwritten."""
@@ -186,7 +187,7 @@ class EmbeddedEngine:
                         self._wake.clear()
         except Exception as error:  # any error ends the thread, so record it for callers
             self.failure = f"{type(error).__name__}: {error}"
-            logger.error("the engine has failed:\n%s", traceback.format_exc())
+            logger.error("the embedded engine has failed, so the server stops:\n%s", traceback.format_exc())
         self._end()
 
     def _end(self) -> None:

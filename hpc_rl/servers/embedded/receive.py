@@ -30,8 +30,10 @@ class WeightReceiver:
     def join(self, body: dict[str, Any]) -> None:
         """Join a trainer's group in place of an earlier one; wait for the trainer. Raises RequestRefused."""
         if not self._address or body.get("backend") != "gloo":
-            how = "over gloo" if self._address else "from files only (actor.weight_update_mode disk)"
-            raise RequestRefused(f"the embedded engine takes weights {how}")
+            how = "over gloo" if self._address else "from files (actor.weight_update_mode disk)"
+            raise RequestRefused(
+                f"the embedded engine takes weights only {how}, not by backend {body.get('backend')!r}"
+            )
         self.leave()
         try:
             where = str(body["master_address"]), int(body["master_port"])
@@ -67,16 +69,18 @@ class WeightReceiver:
         except ValueError as error:
             raise RequestRefused(str(error)) from error
         if body.get("load_format") != "flattened_bucket":
-            raise RequestRefused("load_format must be flattened_bucket")
+            raise RequestRefused(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group = self._group
         if group is None or group.name != body.get("group_name"):
-            raise RequestRefused(f"this server is not in the group {body.get('group_name')!r}")
+            own = f"in group {group.name!r}" if group else "in no group"
+            wanted = f"not in group {body.get('group_name')!r}"
+            raise RequestRefused(f"this server is {own}, {wanted}: call /init_weights_update_group first")
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         try:
             group.receive(flat)
         except RuntimeError as error:
             self.leave(group.name)
-            raise RequestRefused(f"the bucket did not arrive: {error}") from error
+            raise RequestRefused(f"the trainer's weights did not arrive: {error}") from error
         self._last = body
         return dict(bucket.split(flat))
 
@@ -87,6 +91,8 @@ class WeightReceiver:
     def finish(self, wanted: set[str]) -> tuple[str | None, bool]:
         """Return the label of the version, and whether the cache stays. Raises RequestRefused."""
         if missing := sorted(wanted - self._names):
-            raise RequestRefused(f"{len(missing)} weights have not arrived, {missing[0]} among them")
+            raise RequestRefused(
+                f"{len(missing)} tensors of the model have not arrived, {missing[0]} among them"
+            )
         label = self._last.get("weight_version")
         return None if label is None else str(label), not self._last.get("flush_cache", True)

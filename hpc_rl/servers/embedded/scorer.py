@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class EmbeddedScorer:
 
     async def start(self, path: str, version: str) -> None:
         if not Path(path).is_dir():
-            raise ConfigError(f"model path {path!r} is not a directory")
+            raise ConfigError(f"model path {path!r} is not a directory on node {socket.gethostname()}")
         self._model = await asyncio.get_running_loop().run_in_executor(self._thread, load, path, self._dtype)
         self._path = path
 
@@ -83,10 +84,12 @@ def load(path: str, dtype: torch.dtype) -> Any:
         path, dtype=dtype, num_labels=1, local_files_only=True, output_loading_info=True
     )
     if missing := sorted(map(str, found["missing_keys"])):
-        raise ConfigError(f"the reward model at {path} lacks the weights {', '.join(missing[:3])}")
+        raise ConfigError(f"the files of the reward model {path} lack the weights {', '.join(missing[:3])}")
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         kind = type(model).__name__
-        raise ConfigError(f"the embedded engine can't score by a {kind} ({path}): it has no linear `score`")
+        raise ConfigError(
+            f"the embedded engine can't score with {path}: a {kind} has no linear layer `score`"
+        )
     return model.eval().requires_grad_(False)
 
 

@@ -297,7 +297,7 @@ async def test_fields_that_the_trial_does_not_use_are_told(joined, caplog):
     assert answer == {"status": "received", "groups_processed": 2, "ignored": ["distill_token_ids"]}
     wanted = ["distill_token_ids", "mine", "overrides.x"]
     assert describe_progress(joined.service)["environments"][0]["ignored"] == wanted
-    assert caplog.text.count("does not use (said once): distill_token_ids, mine, overrides.x") == 1
+    assert caplog.text.count("ignores (logged only once): distill_token_ids, mine, overrides.x") == 1
     await joined.restart()
     assert describe_progress(joined.service)["environments"][0]["ignored"] == wanted
 

@@ -38,7 +38,7 @@ async def test_what_it_registers_with(world):
 async def test_the_trainer_decides_the_batch_size(world, caplog):
     await world.run(batch_size=1, group_size=2, total_steps=-1)  # 1 would be too small for a group
     assert world.api.step == 3
-    assert "env.batch_size 1 is not used: a batch of the trainer has 4 sequences" in caplog.text
+    assert "env.batch_size 1 is ignored: the trainer decides, and its batch has 4 sequences" in caplog.text
 
 
 def options_of(tmp_path, *argv, settings=None):

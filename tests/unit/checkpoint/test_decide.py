@@ -130,11 +130,13 @@ def test_the_reason_says_how_the_start_before_ended(cause):
 
 def test_the_reason_names_what_was_passed_over():
     reason = decide(situation("auto", "failure", (gen(8, valid=False), gen(6)))).reason
-    assert "checkpoint 8 is torn" in reason and "loading checkpoint 6" in reason
+    assert "checkpoint 8: is torn" in reason and "loading checkpoint 6" in reason
     reason = decide(situation("fault", "failure", STATES["both"])).reason
     assert "1 of other submissions do not count" in reason
     reason = decide(situation("auto", "failure", (gen(3),), trimmed=7)).reason
-    assert "checkpoint 3 is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason
+    assert (
+        "checkpoint 3: it is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason
+    )
 
 
 def test_the_guard_names_its_evidence():
@@ -144,7 +146,10 @@ def test_the_guard_names_its_evidence():
 
 
 def test_a_missing_generation_is_refused_with_those_that_exist():
-    assert "the trial has 3, 5" in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
+    assert (
+        "the trial has checkpoints 3, 5"
+        in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
+    )
     assert "set aside: 5" in decide(situation("auto", "first", STATES["ours"], wanted=3)).reason
 
 

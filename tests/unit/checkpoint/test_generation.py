@@ -161,7 +161,7 @@ def test_a_rank_that_did_not_finish_stops_the_commit(trial):
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"x")
     commit.record_rank(0, [checked_file.record(commit.folder / "shard-0.bin")])
-    with pytest.raises(RoleFailed, match=r"rank_1\.ok is missing"):
+    with pytest.raises(RoleFailed, match=r"has no rank_1\.ok"):
         commit.commit(facts(1))
     assert scan(trial) == []
 
@@ -183,7 +183,7 @@ def test_a_generation_that_is_in_the_way_is_set_aside_not_overwritten(trial, cap
     assert check(trial.generation(3)).manifest.lineage == 1
     (kept,) = (trial.recover / "set-aside").iterdir()
     assert (kept / "shard-0.bin").read_bytes() == b"damaged"
-    assert "GENERATION SET ASIDE" in caplog.text
+    assert "CHECKPOINT SET ASIDE" in caplog.text
     assert steps(trial) == [3]
 
 
@@ -240,7 +240,7 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
     known: dict[str, str] = {}
     assert retain(trial, RetentionPolicy(2), known=known) == 1
     assert [found.step for found in scan(trial)] == [4, 3, 2, 1]
-    assert "checkpoint 4 is damaged and does not count: shard-0.bin" in caplog.text
+    assert "checkpoint 4 is damaged, so recover.keep does not count it: shard-0.bin" in caplog.text
     save(trial, 5)
     read = []
     noted = lambda found, most: read.append(found.step) or verify(found, most)  # noqa: E731

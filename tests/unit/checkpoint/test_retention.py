@@ -95,7 +95,10 @@ def test_one_taken_up_between_the_look_and_the_removal_is_put_back(trial, monkey
 
 def test_a_generation_that_is_gone_is_told(trial, monkeypatch):
     monkeypatch.setattr(retention, "APPEAR_S", 0.0)
-    with pytest.raises(TrialStateError, match=r"checkpoint 9 of .* is gone"), hold(trial, 9, "export"):
+    with (
+        pytest.raises(TrialStateError, match=r"checkpoint 9 of .* does not exist any more"),
+        hold(trial, 9, "export"),
+    ):
         pass
     assert not [name for name in os.listdir(trial.recover) if name.startswith(".")]
 

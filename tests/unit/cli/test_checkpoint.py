@@ -203,7 +203,7 @@ def test_an_import_rescues_a_trial_whose_generations_are_all_damaged(rendered, c
     model = str(config.parent / "model")
     commit(rendered, 8)
     assert main(["checkpoint", "import", str(rendered.dir), model, "--step", "7"]) == ExitCode.FAILED
-    assert "has checkpoint 8, which would be taken instead" in capsys.readouterr().err
+    assert "has checkpoint 8, which a recover would take instead" in capsys.readouterr().err
     (rendered.generation(8) / "manifest.json").unlink()
     commit(rendered, 6)
     (rendered.generation(6) / "rank_0.ok").write_bytes(
@@ -232,7 +232,7 @@ def test_a_batch_log_that_was_trimmed_further_than_it_goes_is_told_as_that(rende
         main(["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "7"])
         == ExitCode.FAILED
     )
-    assert "those up to 100000 were trimmed. Import into another trial" in capsys.readouterr().err
+    assert "because those up to 100000 were deleted. Import into another trial" in capsys.readouterr().err
 
 
 def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):

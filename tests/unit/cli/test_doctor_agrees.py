@@ -184,10 +184,10 @@ SETUPS = {
     "more cores than a node has": (NOTHING, ["launcher.rollout_cpus=13"], "capacity", "fail", "at most 16 CPUs", 64),
     "soft limits": (soft_limits, [], "open files", "ok", "now 256; roles raise it", 0),
     "a module that is not there": (
-        with_modules, ["launcher.modules=[cuda, nope]"], "modules", "fail", "`module load nope` fails here", 64,
+        with_modules, ["launcher.modules=[cuda, nope]"], "modules", "fail", "`module load` fails on ", 64,
     ),
     "no command for modules": (
-        NOTHING, ["launcher.modules=[cuda]"], "modules", "warn", "there is no command `module` here", 0,
+        NOTHING, ["launcher.modules=[cuda]"], "modules", "warn", "has no command `module`", 0,
     ),
     "an interface that is not there": (NOTHING, ["cluster.interface=nope0"], "address", "warn", "nope0", 0),
     "data that is not there": (
@@ -212,25 +212,25 @@ SETUPS = {
     ),
     "more time than the partition allows": (NOTHING, ["--time", "9-00:00:00"], "capacity", "fail", "9-00:00:00", 64),
     "no interpreter of the trainer": (
-        NOTHING, [f"launcher.python={NO_PYTHON}"], "torch", "fail", f"{NO_PYTHON} is not a program that can be run", 64,
+        NOTHING, [f"launcher.python={NO_PYTHON}"], "torch", "fail", f"{NO_PYTHON} is not a program that ", 64,
     ),
     "an interpreter that is not Python": (no_python, [], "torch", "fail", "gave no answer as Python would: sorry", 64),
-    "no torch": (python_with(transformers="5.0"), [], "torch", "fail", "it lacks torch, safetensors", 64),
+    "no torch": (python_with(transformers="5.0"), [], "torch", "fail", "lacks the packages torch, safetensors", 64),
     "an old torch": (
-        python_with(**TRAINER | {"torch": "2.8.0"}), [], "torch", "fail", "it has torch 2.8.0, and 2.9 or newer", 64,
+        python_with(**TRAINER | {"torch": "2.8.0"}), [], "torch", "fail", "has torch 2.8.0, but 2.9 or newer", 64,
     ),
     "no tensorboard": (
         python_with(torch="2.13.0", transformers="5.0", safetensors="0.8"), [], "torch", "warn",
-        "it lacks tensorboard", 0,
+        "has no tensorboard", 0,
     ),
     "no interpreter of the servers": (
         NOTHING, [SGLANG, f"{SERVER_PYTHON}={NO_PYTHON}"], "sglang", "fail",
-        f"{NO_PYTHON} is not a program that can be run", 64,
+        f"{NO_PYTHON} is not a program that ", 64,
     ),
-    "no SGLang": (python_with(vllm="0.32.0"), [SGLANG], "sglang", "fail", "it lacks sglang", 64),
-    "no vLLM": (python_with(sglang="0.5.23"), [VLLM], "vllm", "fail", "it lacks vllm", 64),
+    "no SGLang": (python_with(vllm="0.32.0"), [SGLANG], "sglang", "fail", "lacks the packages sglang", 64),
+    "no vLLM": (python_with(sglang="0.5.23"), [VLLM], "vllm", "fail", "lacks the packages vllm", 64),
     "an SGLang without a table of flags": (
-        python_with(sglang="0.1.0"), [SGLANG], "sglang", "warn", "0.1.0 is not in the table of flags", 0,
+        python_with(sglang="0.1.0"), [SGLANG], "sglang", "warn", "0.1.0, unknown to this hpc-rl", 0,
     ),
     "an SGLang that is brought by the set-up": (
         NOTHING, [SGLANG, "launcher.setup=export A=1"], "sglang", "warn", "launcher.setup or PYTHONPATH must bring it", 0,
@@ -240,13 +240,13 @@ SETUPS = {
     ),
     "no wandb": (
         python_with(**TRAINER), ["stats_logger.wandb.mode=offline"], "libraries", "fail",
-        "stats_logger.wandb.mode offline: it needs the package wandb", 64,
+        "stats_logger.wandb.mode offline needs the package wandb", 64,
     ),
     "no swanlab": (
         python_with(**TRAINER), ["stats_logger.swanlab.mode=local"], "libraries", "fail",
-        "stats_logger.swanlab.mode local: it needs the package swanlab", 64,
+        "stats_logger.swanlab.mode local needs the package swanlab", 64,
     ),
-    "no library for the rows": (no_parquet_library, [], "libraries", "fail", "it needs the package datasets", 64),
+    "no library for the rows": (no_parquet_library, [], "libraries", "fail", "needs the package datasets", 64),
     "too little memory for the trainer": (
         large_model, ["launcher.trainer_mem_per_gpu=50"], "memory", "fail", "but have 50 MB", 64,
     ),
@@ -325,8 +325,22 @@ MUCH = ["launcher.trainer_mem_per_gpu=100000000"]
 LOCAL_SETUPS = {
     "few CPUs": ("local", ["launcher.rollout_cpus=999"], "cpus", "warn", "the roles share the CPUs", 0),
     "little memory": ("local", MUCH, "memory", "warn", "launcher.trainer_mem_per_gpu, launcher.inference", 0),
-    "no GPU": ("local", GPUS, "gpus", "fail", "n_gpus_per_node 2: this machine has 0 GPUs", 64),
-    "no GPU, and no Slurm": ("auto", GPUS, "gpus", "fail", "the trial runs here: there is no sbatch.", 64),
+    "no GPU": (
+        "local",
+        GPUS,
+        "gpus",
+        "fail",
+        "n_gpus_per_node 2 exceeds the GPUs of this machine, which are 0",
+        64,
+    ),
+    "no GPU, and no Slurm": (
+        "auto",
+        GPUS,
+        "gpus",
+        "fail",
+        "where the trial runs, because there is no sbatch.",
+        64,
+    ),
     "a local directory that is shared": (
         "local",
         ["cluster.local_dir=/tmp"],

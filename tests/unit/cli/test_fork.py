@@ -79,7 +79,7 @@ def _config(trial: Trial) -> Config:
         (["--from", "4"], 3, "has no sound checkpoint 4. Allowed: 6, 3."),
         (["actor.dtype=float16"], 64, "actor.dtype can't change from "),
         (["actor.optimizer.lr=x"], 64, "actor.optimizer.lr"),
-        (["total_train_steps=6"], 64, "the fork would end at step 6, and checkpoint 6 is there already"),
+        (["total_train_steps=6"], 64, "the fork would end at step 6, which checkpoint 6 has reached already"),
     ],
 )
 def test_a_refused_fork_leaves_nothing(trial, scheduler, capsys, more, code, words):

@@ -239,7 +239,7 @@ def test_a_batch_that_is_lost_keeps_newer_generations_where_they_are(trial, caps
     assert main(["recover", "small", "--from", "3"]) == 0
     if broken:
         broken.write_bytes(broken.read_bytes()[:40])
-        with pytest.raises(GivenUp, match=f"nothing was set aside: .*{broken.name}"):
+        with pytest.raises(GivenUp, match=f"nothing was changed: .*{broken.name}"):
             begin(start(trial, "job-2"))
     else:
         assert begin(start(trial, "job-2"))["step"] == 3
@@ -260,7 +260,7 @@ def test_a_batch_that_is_lost_keeps_newer_generations_where_they_are(trial, caps
 def test_a_backup_beside_the_generations_is_none_of_them(trial, capsys):
     shutil.copytree(trial.generation(9), trial.recover / "gen-00000009.bak")
     assert main(["recover", "small", "--from", "7"]) == 3
-    assert "the trial has 3, 6, 9. Allowed: 9, 6, 3." in capsys.readouterr().err
+    assert "the trial has checkpoints 3, 6, 9. Allowed: 9, 6, 3." in capsys.readouterr().err
     assert main(["recover", "small", "--from", "6"]) == 0
 
 
@@ -279,7 +279,7 @@ def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys
 
 def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_generation):
     assert main(["recover", "small", "--from", "0", "--explain"]) == 3
-    assert "there is no such checkpoint; the trial has 3, 6, 9" in capsys.readouterr().out
+    assert "there is no such checkpoint; the trial has checkpoints 3, 6, 9" in capsys.readouterr().out
     make_generation(trial, 0)
     assert main(["recover", "small", "--from", "gen-00000000"]) == 0
     assert begin(start(trial, "job-2"))["step"] == 0
@@ -289,7 +289,7 @@ def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_gener
 @pytest.mark.parametrize(
     ("seals", "step", "words"),
     [
-        ((), 9, r"checkpoint 9, which would be taken instead of one of step 9\. Import as step 10 or later"),
+        ((), 9, r"checkpoint 9, which a recover would take instead of step 9\. Import as step 10 or later"),
         (
             (8, 9, 10, 11),
             12,

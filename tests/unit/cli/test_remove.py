@@ -81,7 +81,10 @@ def test_filters_choose_trials_that_are_over(
 
     assert main(["list"]) == 0
     said = capsys.readouterr().err
-    assert "the scheduler of exp/live and 2 more; showing data from files only: squeue: timed out" in said
+    assert (
+        "the scheduler of exp/live and 2 more does not answer, so only files are shown: squeue: timed out"
+        in said
+    )
 
     def chosen(*argv):
         assert main(["remove", *argv, "--dry_run", "--json"]) == 0
@@ -94,7 +97,7 @@ def test_filters_choose_trials_that_are_over(
     assert "--state running: allowed are trials that are over: " in capsys.readouterr().err
     scheduler.answers["7"] = State.RUNNING  # as it turns out when it is asked
     assert main(["remove", "t*", "--yes"]) == 0
-    assert "exp/t1 stays: trial exp/t1 is running" in capsys.readouterr().err
+    assert "exp/t1 is not removed: trial exp/t1 is running" in capsys.readouterr().err
     scheduler.answers["7"] = State.DONE
     assert main(["remove", "t*", "--yes"]) == 0
     assert not trial.dir.exists() and not second.trial.dir.exists() and live.trial.dir.exists()

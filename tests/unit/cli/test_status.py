@@ -262,7 +262,9 @@ def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
     assert rows[0]["job_id"] == "2"
     scheduler.refuses = "no controller answers"
     assert main(["list"]) == 0
-    assert capsys.readouterr().err.count("from files only: no controller answers") == 1  # of three trials
+    assert (
+        capsys.readouterr().err.count("only files are shown: no controller answers") == 1
+    )  # of three trials
 
 
 def test_following_a_trial_that_is_over_ends_with_its_code(fake_trial, scheduler, capsys):

@@ -37,7 +37,7 @@ def test_submit_says_what_it_did_and_what_to_type_next(config, scheduler, capsys
     trial = trial_index.resolve("small")
     assert scheduler.calls == [("submit", "job-1")]
     for words in (
-        "note: allocation_mode is derived",
+        "note: allocation_mode is not set, so",
         str(trial.dir),
         "job-1",
         "hpc-rl status sums/small",
@@ -315,7 +315,10 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     for step in (2, 3):
         make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
-    assert "there is no such checkpoint; the trial has 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
+    assert (
+        "there is no such checkpoint; the trial has checkpoints 2, 3, 5. Allowed: 5, 3, 2."
+        in capsys.readouterr().err
+    )
     make_seal(stopped, 4)
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err
@@ -518,7 +521,8 @@ def test_a_dry_run_of_config_json_alone_is_refused_before_it_shows_a_plan(
     monkeypatch.setattr(needs, "measure_usable_memory", lambda: 64 << 30)
     assert submitted(large, "--dry_run", *LARGE, *here) == 64
     assert (
-        "Adam moments, and this machine has 64.0 GB of memory; use a smaller model" in capsys.readouterr().err
+        "Adam moments, but this machine has only 64.0 GB of memory; use a smaller model"
+        in capsys.readouterr().err
     )
 
 

@@ -104,7 +104,7 @@ def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
             "actor.overlong_reward_penalty true can't be used with actor.overlong_tokens null",
             "actor.overlong_reward_penalty true can't be used with actor.overlong_penalty_factor null",
             "nowhere.jsonl does not exist",
-            "rollout.workflow mine:sync must be run(prompt, generate)",
+            "rollout.workflow mine:sync must be called as run(prompt, generate)",
             "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
             "'absent:reward' can't be imported: No module named 'absent'",
             "'broken:reward' can't be imported: SyntaxError",
@@ -161,7 +161,7 @@ def test_what_is_tried_is_refused_with_option_and_place(config, monkeypatch, cap
     said = capsys.readouterr().err
     assert f"tokenizer_path: {bad}/tokenizer.json can't be read: EOF" in said
     assert "(command line: tokenizer_path)" in said and "(command line: rollout.reward_fn)" in said
-    assert "cluster.n_gpus_per_node 2: this machine has 0 GPUs" in said
+    assert "cluster.n_gpus_per_node 2 exceeds the GPUs of this machine, which are 0" in said
 
 
 def test_code_that_ends_its_process_is_refused(config, capsys):
@@ -188,7 +188,7 @@ def test_another_environment_is_not_tried(config, capsys):
                  "launcher.setup=module load cuda"])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0, err
-    assert "not tried here: the job has an environment of its own" in out
+    assert "not tried, because the job has another environment" in out
 
 
 def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(

@@ -461,11 +461,11 @@ def test_notes_say_what_became_of_each_name(tmp_path):
     assert "rollout.workflow_args: " not in notes  # each has an effect
     for words in (
         "max_turns (.*) is rollout.workflow_args.max_turns.",
-        "gconfig.n_samples is 4: n_trajs is the number of trajectories",
+        "gconfig.n_samples is 4, from n_trajs",
         "rollout.workflow is multi_turn, for n_trajs, max_tokens_per_trajectory, max_turns (.*).",
         "perf_tracer: no effect: ",
         "ref.eps_clip, ref.reward_norm: no effect: the reference model is not trained.",
-        "actor.adv_norm.group_size (.*): 1 is AReaL's default; it is gconfig.n_samples here.",
+        "actor.adv_norm.group_size (.*): 1 is AReaL's default; in hpc-rl this option defaults to gconfig.n_samples.",
     ):
         assert re.search(words, notes), words
     single = check(load([path], ["rollout.workflow=single_turn"], profiles=[]), files=False).notes

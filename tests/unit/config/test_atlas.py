@@ -265,7 +265,7 @@ def test_names_of_the_teacher_make_a_teacher_trial():
     assert load([], [*BASE, "max_probe_tokens=500", "pools.student.path=/s"]).config.trainer == "teacher"
     assert load([], [*BASE, "student_baseline_template=null"]).config.trainer == "grpo"
     with pytest.raises(
-        ConfigError, match=r"stands for teacher.max_probe_tokens, which this trainer does not"
+        ConfigError, match=r"stands for teacher.max_probe_tokens, which trainer grpo does not"
     ):
         load([], [*BASE, "trainer=grpo", "max_probe_tokens=300"])
 
@@ -341,7 +341,9 @@ def test_only_prompts_that_are_sent_as_they_are_can_be_truncated(trainer):
     model = "model.path=/m" if "trainer=sft" in trainer else "actor.path=/m"
     given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", model, *trainer]
     given += ["train_dataset.too_long=truncate_left", "train_dataset.max_length=5"]
-    with pytest.raises(ConfigError, match=r"train_dataset.too_long truncate_left: .*; use drop"):
+    with pytest.raises(
+        ConfigError, match=r"train_dataset.too_long truncate_left can't be used: .*; use drop"
+    ):
         check(load([], given), files=False)
 
 
@@ -426,5 +428,5 @@ def test_sft_has_no_generation():
         "model.path=/m",
         "num_generations=8",
     ]
-    with pytest.raises(ConfigError, match=r"stands for gconfig.n_samples, which this trainer does not have"):
+    with pytest.raises(ConfigError, match=r"stands for gconfig.n_samples, which trainer sft does not have"):
         load([], words)

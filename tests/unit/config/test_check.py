@@ -213,7 +213,7 @@ LIMIT = "actor.mb_spec.max_tokens_per_mb=100"
             [LIMIT, "gconfig.max_tokens=101"],
             GRPO,
             "refused",
-            "gconfig.max_tokens 101: actor.mb_spec.max_tokens_per_mb holds",
+            "gconfig.max_tokens 101 is too large: with actor.mb_spec.max_tokens_per_mb",
         ),
         (["model.mb_spec.max_tokens_per_mb=100"], SFT, "train_dataset.max_length", 100),
         (
@@ -278,11 +278,11 @@ def test_a_refusal_says_where_its_options_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ("--port=1", "--port is derived from the plan"),
-        ("--model-path", "--model-path is derived from the plan"),
-        ("--tp", "--tp is derived from the plan"),
-        ("--api-key", "--api-key is derived from the plan"),
-        ("--context-length", "--context-length can't be given; use sglang.context_length"),
+        ("--port=1", "--port can't be given, because the trial sets it"),
+        ("--model-path", "--model-path can't be given, because the trial sets it"),
+        ("--tp", "--tp can't be given, because the trial sets it"),
+        ("--api-key", "--api-key can't be given, because the trial sets it"),
+        ("--context-length", "--context-length can't be given; set sglang.context_length instead"),
     ],
 )
 def test_sglangs_extra_arguments(extra, words):
@@ -298,11 +298,11 @@ def test_sglangs_extra_arguments(extra, words):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ("--port=1", "--port is derived from the plan"),
-        ("--uds", "--uds is derived from the plan"),
-        ("-tp", "-tp is derived from the plan"),
-        ("--logprobs-mode", "--logprobs-mode is derived from the plan"),
-        ("--seed", "--seed can't be given; use vllm.seed"),
+        ("--port=1", "--port can't be given, because the trial sets it"),
+        ("--uds", "--uds can't be given, because the trial sets it"),
+        ("-tp", "-tp can't be given, because the trial sets it"),
+        ("--logprobs-mode", "--logprobs-mode can't be given, because the trial sets it"),
+        ("--seed", "--seed can't be given; set vllm.seed instead"),
     ],
 )
 def test_vllms_extra_arguments(extra, words):
@@ -317,7 +317,10 @@ def test_vllms_extra_arguments(extra, words):
     [
         ("gconfig.top_p=0.9", "gconfig.top_p 0.9 can't be used with vllm servers"),
         ("gconfig.top_k=5", "gconfig.top_k 5 can't be used with vllm servers"),
-        ("vllm.max_model_len=16", "vllm.max_model_len 16 can't hold gconfig.max_new_tokens"),
+        (
+            "vllm.max_model_len=16",
+            "vllm.max_model_len 16 is too small for a prompt and gconfig.max_new_tokens",
+        ),
         ("vllm.dtype=float16", "vllm.dtype float16 can't be used without GPUs"),
         ("vllm.dtype=float8", "allowed: auto, bfloat16, float16, float32"),
         ("vllm.version=0.1.0", "allowed: 0.32.0"),
@@ -361,7 +364,7 @@ SUBMITIT, JOBS, HETJOB = (
             "its components stop together; use launcher.slurm.time",
         ),
         ([HETJOB, "launcher.slurm.switches=1"], "Slurm counts switches per component"),
-        ([JOBS, "launcher.slurm.servers.qos=''"], "null means as in launcher.slurm"),
+        ([JOBS, "launcher.slurm.servers.qos=''"], "or null for the one in launcher.slurm"),
     ],
 )
 def test_layouts_and_backends_that_contradict_are_refused(options, words):
@@ -426,7 +429,10 @@ def test_explicit_values_stay():
 def test_dataset_type_follows_the_trainer():
     loaded = load_checked("valid_dataset.path=/v.jsonl", base=SFT)
     assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
-    with pytest.raises(ConfigError, match=r"train_dataset\.type rl: trainer sft needs rows of type sft"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train_dataset\.type rl can't be used with trainer sft, which needs rows of type sft",
+    ):
         load_checked("train_dataset.type=rl", base=SFT)
 
 
@@ -483,8 +489,11 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
     assert (config.model.is_critic, config.model.mb_spec.granularity) == (True, 2)
     assert load_checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
     for override, words in (
-        ("model.is_critic=false", "model.is_critic false: a reward model has a scalar head"),
-        ("model.mb_spec.granularity=3", "would separate chosen from rejected"),
+        (
+            "model.is_critic=false",
+            "model.is_critic false can't be used, because a reward model has one output",
+        ),
+        ("model.mb_spec.granularity=3", "would put `chosen` and `rejected` of a pair"),
         (
             "model.mb_spec.max_seqs_per_mb=1",
             "must be at least model.mb_spec.granularity 2",
@@ -521,7 +530,7 @@ def test_names_that_areal_files_repeat_pass():
 def test_recover_saves_every_ten_minutes_by_default():
     loaded = load_checked("recover.mode=auto")
     assert loaded.config.recover.freq_secs == 600
-    assert any("saves every 600 s" in note for note in map(str, loaded.notes))
+    assert any("a checkpoint is saved every 600 s" in note for note in map(str, loaded.notes))
     assert load_checked("recover.mode=auto", "recover.freq_steps=5").config.recover.freq_secs is None
     assert any(
         "no effect" in note
@@ -585,7 +594,7 @@ def test_a_model_and_dataset_that_are_there(model):
         (
             lambda m: None,
             ["train_dataset.max_length=20"],
-            "makes 36 tokens with gconfig.max_new_tokens 16, but the model's context",
+            "and gconfig.max_new_tokens 16 make 36 tokens, but the model's context",
         ),
         (
             lambda m: None,
@@ -640,9 +649,9 @@ def test_what_only_compute_nodes_see_is_trusted_and_noted(model, tmp_path):
     slurm = "launcher.type=slurm"
     given = ["actor.path=/nvme-of-nodes/model", "train_dataset.path=/nvme-of-nodes/t.jsonl", slurm]
     notes = [
-        note for note in map(str, load_from_disk(model, *given).notes) if "only the job checks it" in note
+        note for note in map(str, load_from_disk(model, *given).notes) if "the job will check it" in note
     ]
-    assert [note.split(":")[0] for note in map(str, notes)] == [
+    assert [note.split(" does")[0] for note in map(str, notes)] == [
         "actor.path /nvme-of-nodes/model",
         "train_dataset.path /nvme-of-nodes/t.jsonl",
     ]
@@ -656,7 +665,7 @@ def test_what_only_compute_nodes_see_is_trusted_and_noted(model, tmp_path):
 
 def test_a_node_that_lacks_a_model_ends_the_job_by_its_name(model):
     config = load_from_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
-    with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model is not on node n7"):
+    with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model does not exist on node n7"):
         check_on_node(config, "n7")
 
 
@@ -674,7 +683,9 @@ def test_a_server_of_layout_jobs_needs_no_dataset(model):
     trial = Trial(model.parent / "trial")
     config = load_from_disk(model, "train_dataset.path=/nvme-of-nodes/t.jsonl", "launcher.type=slurm").config
     check_inputs(trial.attempt("7_0.0"), config)
-    with pytest.raises(ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl is not on node"):
+    with pytest.raises(
+        ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl does not exist on node"
+    ):
         check_inputs(trial.attempt("7.0"), config)
 
 

@@ -176,9 +176,9 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             {},
             "its last message is the assistant's",
         ),
-        ([{"prompt": "1", "answer": " 2"}], [], {}, "exact_match is 0 for every row"),
+        ([{"prompt": "1", "answer": " 2"}], [], {}, "exact_match would be 0 for every row"),
         ([CHAT, "no object"], [], {}, "line 2 must be a JSON object"),
-        ([{"prompt": "1", "answer": ["2"]}], [], {}, "exact_match is 0 for every row"),
+        ([{"prompt": "1", "answer": ["2"]}], [], {}, "exact_match would be 0 for every row"),
         (
             [{"prompt": "1", "response_chosen": "2", "response_rejected": "3"}],
             RW,

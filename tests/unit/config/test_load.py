@@ -132,7 +132,7 @@ def test_a_value_within_a_mapping_is_named(files):
 def test_aliases_that_multiply_are_refused(files):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
-    with pytest.raises(ConfigError, match="more than 100000 values; aliases"):
+    with pytest.raises(ConfigError, match="more than 100000 values, probably by aliases"):
         files.load(more="\n".join(lines))
 
 
@@ -220,16 +220,18 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ),
         (
             "actor.path=???",
-            ["actor.path (command line: actor.path): ??? stands for a value that is missing; set it."],
+            [
+                "actor.path (command line: actor.path): ??? means that a value must be given here; set the option."
+            ],
         ),
         (
             "cluster.cluster_name=${oc.env:C}",
-            ["its profile is read before references are resolved; write the name"],
+            ["is read before references are resolved; write the name"],
         ),
         ("top_k=[1]", ["gconfig.top_k (command line: top_k): [1] (a list) can't be used"]),
         (
             "actor.mb_spec=${actor.optimizer}",
-            ["a reference stands for one option: give each key of the section its own"],
+            ["a reference stands for one option: give each option of the section its own"],
         ),
         (
             "trial_name=${oops",
@@ -250,7 +252,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("recover.mode=fualt", ["recover.mode", "disabled, auto, fault, resume", "Did you mean fault?"]),
         ("gconfig.stop_token_ids=3", ["gconfig.stop_token_ids", "a list"]),
         ("launcher.slurm.time=tomorrow", ["launcher.slurm.time", "24:00:00"]),
-        ("cluster=null", ["cluster", "null can't stand here", "section"]),
+        ("cluster=null", ["cluster", "null can't be the value of a section", "section"]),
         ("cluster=3", ["cluster", "section"]),
         ("actor=null", ["section actor"]),
         ("trainer=ppo", ["trainer", "ppo", "grpo, teacher, sft"]),
@@ -315,7 +317,7 @@ def test_a_deletion_of_another_value_is_refused(files):
             ["unknown key gconfig.n_sampels (more.yml:2): did you mean gconfig.n_samples?"],
         ),
         ("gconfig:\n  greedy: 1\n", ["gconfig.greedy (more.yml:2): 1 (an integer)", "true, false"]),
-        ("seed: 1\nseed: 2\n", ["more.yml:2: key seed stands twice", "more.yml:1"]),
+        ("seed: 1\nseed: 2\n", ["more.yml:2: key seed is given twice", "more.yml:1"]),
         (
             "cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n",
             ["cluster.n_nodes (more.yml:2): set twice in one file"],
@@ -327,7 +329,7 @@ def test_a_deletion_of_another_value_is_refused(files):
         ),
         ("valid_dataset: {batch_size: 2}\n", ["valid_dataset.path is missing"]),
         ("valid_dataset: {pth: /x}\n", ["did you mean valid_dataset.path?"]),
-        ("gconfig:\n", ["gconfig (more.yml:1): null can't stand here"]),
+        ("gconfig:\n", ["gconfig (more.yml:1): null can't be the value of a section"]),
         ("a: [1\n", ["more.yml:2: not valid YAML"]),
         ("- 1\n", ["must hold a mapping"]),
         ("gconfig: {top_p: 0}\n", ["gconfig.top_p (more.yml:1)", "above 0 and at most 1"]),

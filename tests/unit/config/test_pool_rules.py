@@ -45,7 +45,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
     [
         (
             [STUDENT, "pools.student.url=http://h/v1", TWO],
-            "pools.student.path can't be used with pools.student.url",
+            "pools.student.path and pools.student.url are both set",
         ),
         (["pools.judge={}"], "pools.judge needs pools.judge.path, the model of its servers, or pools.judge.url"),
         ([STUDENT, TWO, "pools.student.model=m"], "pools.student.model has no effect without pools.student.url"),
@@ -53,7 +53,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
             ["pools.judge.url=http://h/v1", "pools.judge.options={max_running_requests: 2}"],
             "pools.judge.options has no effect with pools.judge.url",
         ),
-        ([STUDENT, TWO, "pools.student.python=/x/python"], "pools.student.python has no effect: embedded servers"),
+        ([STUDENT, TWO, "pools.student.python=/x/python"], "pools.student.python has no effect, because embedded servers"),
         (["pools.judge.url=host:8000"], "pools.judge.url 'host:8000' can't be used; allowed: a URL such as http"),
         (["pools.judge.url=http://h/v1?key=abc"], "can't be used; allowed: a URL such as http://host:8000/v1, without ? or #."),
         (["pools.judge.url=http://h?key=abc"], "can't be used; allowed: a URL such as http"),
@@ -66,23 +66,23 @@ def load_checked(*words: str, base: list[str] = GRPO):
         ),
         (
             [STUDENT],
-            "pools.student.path: allocation_mode, which is derived, has no servers for it; "
+            "pools.student.path: allocation_mode, which is derived, has no servers for this pool; "
             "use embedded:d1+embedded[student]:d1+fsdp:d1.",
         ),
         (
             [STUDENT, "allocation_mode=embedded[teacher]:d2+fsdp:d1"],
-            "pools.student.path: allocation_mode embedded[teacher]:d2+fsdp:d1 has no servers for it; "
+            "pools.student.path: allocation_mode embedded[teacher]:d2+fsdp:d1 has no servers for this pool; "
             "use embedded[teacher]:d2+embedded[student]:d1+fsdp:d1.",
         ),
         (
             ["pools.student.url=http://h/v1", TWO],
-            "allocation_mode embedded[teacher]:d1+embedded[student]:d1+fsdp:d1 has servers for student, but "
-            "pools.student.url is an endpoint elsewhere; use embedded[teacher]:d1+fsdp:d1.",
+            "allocation_mode embedded[teacher]:d1+embedded[student]:d1+fsdp:d1 has servers for pool student, but "
+            "pools.student.url names an endpoint that runs already; use embedded[teacher]:d1+fsdp:d1.",
         ),
         ([TWO], "set pools.teacher.path or pools.student.path."),
         (
             [STUDENT, "allocation_mode=embedded[student]:d1+fsdp:d1"],
-            "must have one pool without an entry in pools",
+            "must have one pool for the trained model",
         ),
     ],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def _list_options(loaded) -> list[str]:
 def test_options_that_only_the_trial_sets_are_refused_for_a_pool_too():
     sglang = TWO.replace("embedded", "sglang")
     for options, words in (
-        ("{model_path: /x}", "model_path is derived from pools.student.path"),
+        ("{model_path: /x}", "model_path can't be given, because it is pools.student.path"),
         ("{dp_size: 2}", "sglang.dp_size 2 can't be used: allocation_mode sets the number of servers"),
         ("{attention_backend: fa3}", "sglang.attention_backend fa3 can't be used without GPUs"),
     ):
@@ -268,7 +268,7 @@ def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
         f"pools.student.path {student} contains no weights",
         f"pools.student.path {student} has no tokenizer.json: set pools.student.tokenizer_path to a directory that "
         "has one.",
-        "pools.student.max_new_tokens 1024 leaves no room for a prompt: the model's context",
+        "pools.student.max_new_tokens 1024 leaves no room for a prompt, because the model's context",
     ]
     (student / "model.safetensors").write_bytes(NO_TENSORS)
     words = [f"pools.student.path={student}", f"pools.student.tokenizer_path={model}"]
@@ -303,7 +303,7 @@ def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["rollout.workflow=single_turn"], "rollout.workflow single_turn teaches no student; remove it"),
+        (["rollout.workflow=single_turn"], "rollout.workflow single_turn can't teach a student; remove it"),
         (["environments.own_prompts=true"], "environments can't be used with trainer teacher"),
         (["teacher.reward_parts=[]"], "teacher.reward_parts is empty, so every reward would be 0"),
         (
@@ -321,15 +321,15 @@ def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
         ),
         (
             ["teacher.templates.baseline=Answer in \\boxed{}."],
-            "teacher.templates.baseline has no {question}: write it where that belongs.",
+            "teacher.templates.baseline must contain {question}, in the place where that text belongs.",
         ),
         (
             ["teacher.templates.with_teaching='{question} {approach}'"],
-            "teacher.templates.with_teaching has no {teaching}",
+            "teacher.templates.with_teaching must contain {teaching}",
         ),
         (
             ["teacher.templates.diagnostic='{question} {teaching}'"],
-            "teacher.templates.diagnostic: there is no {teaching} when it is used; known: {question}.",
+            "teacher.templates.diagnostic: this template can't contain {teaching}; known: {question}.",
         ),
         (
             ["saver.keep_best.metric=eval_loss"],
@@ -345,7 +345,7 @@ def test_what_a_teacher_can_not_do(words, line):
 
 def test_grpo_has_no_workflow_teacher():
     (found,) = collect_refusals("rollout.workflow=teacher")
-    assert "rollout.workflow teacher needs trainer: teacher" in found
+    assert "rollout.workflow teacher needs trainer teacher" in found
 
 
 def test_the_best_teacher_is_kept_by_what_it_measures():
@@ -420,7 +420,10 @@ SCORED = [*SCORER, "rollout.reward_fn=liked,format"]
         ([*SCORED, "rollout.reward_fn=like"], "Did you mean liked?"),
         (["pools.liked.url=http://h/v1", SCORED[2]], "use pools.liked.path, and servers for it"),
         ([*SCORED, "pools.liked.max_new_tokens=9"], "pools.liked.max_new_tokens has no effect"),
-        ([*SCORED, "rollout.reward_fn=liked,judge", "rollout.judge.pool=liked"], "use a pool for each"),
+        (
+            [*SCORED, "rollout.reward_fn=liked,judge", "rollout.judge.pool=liked"],
+            "make a second pool for one of them",
+        ),
     ],
 )
 def test_what_a_reward_model_can_not_do(words, line):

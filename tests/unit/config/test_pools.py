@@ -103,11 +103,11 @@ def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
     )
     lines = [line.replace(f"{tmp_path}/", "") for line in collect_refusals(files=[path])]
     assert lines[0] == "unknown key pools.student.pth (bad.yaml:6): did you mean pools.student.path?"
-    assert lines[1].startswith("pools.text (bad.yaml:8): '/y' (text) can't stand here; it is a section") or (
-        lines[1].startswith("pools.text (bad.yaml:8): /y (text) can't stand here; it is a section")
+    assert lines[1].startswith("pools.text (bad.yaml:8): '/y' (text) can't be the value of a section") or (
+        lines[1].startswith("pools.text (bad.yaml:8): /y (text) can't be the value of a section")
     )
     assert lines[2] == (
-        "pools.1st (bad.yaml:7): '1st' can't be a key of pools; "
+        "pools.1st (bad.yaml:7): '1st' can't be a name in section pools; "
         "allowed: a letter, then up to 62 letters, digits, _ or -."
     )
     found = "\n".join(lines)
@@ -119,7 +119,7 @@ def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
 
 def test_pools_that_are_none_are_refused_by_name():
     (line,) = collect_refusals(*GIVEN, "pools=5")
-    assert line.startswith("pools (command line: pools): 5 (an integer) can't stand here")
+    assert line.startswith("pools (command line: pools): 5 (an integer) can't be the value of a section")
     (line,) = collect_refusals(
         "experiment_name=e", "trial_name=t", "train_dataset.path=/d", "model.path=/m", "pools.a.path=/p"
     )

@@ -33,13 +33,13 @@ def refusals(tmp_path):
         ),
         (["mem_per_gpu=10G", "mem_per_cpu=1G"], "can't be used together with"),
         (["mem_per_cpu=1G", "cpus_per_task=null"], "can't be used with launcher.slurm.cpus_per_task null"),
-        (["gres=gpu:8", "gpus_by=gres"], "Omit one"),
-        (["gres=gpu:8", "gpu_type=h100"], "Omit one"),
+        (["gres=gpu:8", "gpus_by=gres"], "Remove one"),
+        (["gres=gpu:8", "gpu_type=h100"], "Remove one"),
         (["gres=gpu:a100:4"], "requests 4 GPUs per node, but cluster.n_gpus_per_node is 8"),
         (["gres=gpu"], "requests 1 GPUs"),
         (["gpu_type=h100", "gpus_by=null"], "gpu_type has no effect"),
         (["mail_user=a@b.org"], "mail_user has no effect without launcher.slurm.mail_type"),
-        (["partition=''"], "use null"),
+        (["partition=''"], "write null"),
         (["constraint='a\u2028b'"], "line break"),
     ],
 )
@@ -73,7 +73,11 @@ def test_a_role_may_have_srun_options_of_its_own_unless_the_plan_sets_them(refus
         "--mpi=pmix",
     ]
     assert refusals(f"{name}={json.dumps(binding)}") == []
-    for wrong, words in (("-n4", "derived"), ("cores", "not an option"), ("--x=$HOME", "not expanded")):
+    for wrong, words in (
+        ("-n4", "the trial sets it"),
+        ("cores", "not an option"),
+        ("--x=$HOME", "not replaced"),
+    ):
         [refusal] = refusals(f"{name}={json.dumps([wrong])}")
         assert (refusal.option, refusal.kind) == (name, Kind.VALUE) and words in refusal.why
 

@@ -56,10 +56,10 @@ def test_refusals_name_the_path(tmp_path, monkeypatch):
     make_files(tmp_path, "work/a.py", "other/a.py")
     with pytest.raises(ConfigError, match=r"launcher\.snapshot: .*/work/none does not exist"):
         list_files(tmp_path / "work", "none")
-    with pytest.raises(ConfigError, match=r"would both be a\.py"):
+    with pytest.raises(ConfigError, match=r"would both be copied to a\.py"):
         list_files(tmp_path / "work", "a.py", tmp_path / "other" / "a.py")
     monkeypatch.setattr(snapshot, "MAX_BYTES", 3)
-    with pytest.raises(ConfigError, match=r"/work/a\.py makes it more than"):
+    with pytest.raises(ConfigError, match=r"/work/a\.py the copy has more than"):
         list_files(tmp_path / "work", "a.py")
 
 

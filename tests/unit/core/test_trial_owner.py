@@ -172,7 +172,7 @@ def test_a_secret_that_others_could_read_is_never_used(trial, wrong):
     trial.load_tokens()
     trial.secret.chmod(wrong)
     for use in (trial.load_tokens, trial.make_secret):
-        with pytest.raises(TrialStateError, match="its content is not used"):
+        with pytest.raises(TrialStateError, match="so it is not used"):
             use()
 
 

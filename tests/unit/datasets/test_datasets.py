@@ -124,9 +124,9 @@ def test_damaged_tables_are_refused_in_words(tmp_path, kept_bytes):
     datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "a.parquet", *(tmp_path / "saved").glob("*.arrow")):
         path.write_bytes(path.read_bytes()[:kept_bytes])
-    with pytest.raises(ConfigError, match=r"a\.parquet is damaged, or no parquet file"):
+    with pytest.raises(ConfigError, match=r"a\.parquet is damaged, or not a parquet file"):
         load_rows(tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="is no saved dataset"):
+    with pytest.raises(ConfigError, match=r"or not written by Dataset\.save_to_disk"):
         load_rows(tmp_path / "saved")
 
 
@@ -202,7 +202,7 @@ def test_tokens_of_pairs(model, tmp_path):
         encode_pair(tokenizer, {"prompt": "1", "chosen": "2"})
     rows = write(tmp_path / "pairs.jsonl", [completions, texts])
     assert len(load_pairs(DatasetConfig(path=str(rows), max_length=4), tokenizer)) == 1
-    with pytest.raises(ConfigError, match="no pair has at most max_length = 3 tokens each"):
+    with pytest.raises(ConfigError, match="every pair is longer than max_length = 3 tokens for each text"):
         load_pairs(DatasetConfig(path=str(rows), max_length=3), tokenizer)
 
 
@@ -280,7 +280,9 @@ def test_a_row_that_can_not_be_encoded_is_named(model, tmp_path):
     said = {"role": "user", "content": "?"}
     rows = write(tmp_path / "a.jsonl", [{"messages": [said]}, {"messages": [said, said]}])
     prompts = Prompts(DatasetConfig(path=str(rows)), Tokenizer(model), seed=1)
-    with pytest.raises(ConfigError, match=r"a\.jsonl row 2: chat template of .* refuses the messages: no"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl row 2: the chat template of .* refuses the messages: no"
+    ):
         prompts.in_file_order(1)
 
 

@@ -246,7 +246,7 @@ def test_a_local_dir_is_judged_as_the_roles_judge_it(tmp_path):
         return finding.status, finding.found
 
     assert verdict(str(tmp_path / "below"))[0] == Status.OK
-    assert verdict("$NO_SUCH_DISK")[0] != Status.OK and "not set on this node" in verdict("$NO_SUCH_DISK")[1]
+    assert verdict("$NO_SUCH_DISK")[0] != Status.OK and "is not set on node" in verdict("$NO_SUCH_DISK")[1]
     assert verdict("$NO_SUCH_DISK", is_login=True)[0] == Status.OK
     assert "GB free" in verdict(str(tmp_path))[1]
 

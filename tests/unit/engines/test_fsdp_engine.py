@@ -172,7 +172,7 @@ def test_float16_scales_the_loss_and_goes_on_after_overflows(model_dir, tmp_path
 
 def test_layers_to_shard_that_the_model_does_not_have(model_dir) -> None:
     engine = engine_of(model_dir)
-    with pytest.raises(ConfigError, match=r"has no module of Qwen9Layer; it has .*Qwen3DecoderLayer"):
+    with pytest.raises(ConfigError, match=r"has no module of class Qwen9Layer; it has .*Qwen3DecoderLayer"):
         engine.model.blocks(["Qwen9Layer"])
 
 
@@ -367,7 +367,7 @@ def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_impl": "flash_attention_2"}, "needs a GPU .*use attn_impl: sdpa"),
+        ({"attn_impl": "flash_attention_2"}, "needs a GPU, .*use attn_impl sdpa"),
         ({"path": "/nowhere"}, "'/nowhere' is not a directory with a Hugging Face checkpoint"),
     ],
 )
@@ -394,10 +394,9 @@ def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("flash_attention_2", "FlashAttention2"), ("nonsense", "is not supported")]
+    ("name", "words"),
+    [("flash_attention_2", "FlashAttention2.* set attn_impl sdpa"), ("nonsense", "is not supported")],
 )
 def test_an_attention_that_is_not_there_is_a_bad_configuration(model_dir, name, words):
-    refusal = f"can't be built with attn_impl '{name}' here: .*{words}"
-    with pytest.raises(ConfigError, match=refusal) as caught:
+    with pytest.raises(ConfigError, match=rf"can't build the model .* \(attn_impl '{name}'\): .*{words}"):
         model.build(config_of(model_dir, init_from_scratch=True, attn_impl=name), 1)
-    assert str(caught.value).endswith("use attn_impl: sdpa.")

@@ -94,7 +94,7 @@ def test_numbers_that_no_rank_saved_are_missed(tmp_path):
     dropped = state.RankState(ours.mesh, pieces[1:], ours.shapes)
     dropped.take({}, None).write(tmp_path)
     rank_of("columns", 1, fill=True)[0].take({}, None).write(tmp_path)
-    with pytest.raises(Damaged, match="lacks rows of w"):
+    with pytest.raises(Damaged, match="lacks values of the tensors w"):
         rank_of("rows", 0, fill=False)[0].load(tmp_path, 2)
 
 

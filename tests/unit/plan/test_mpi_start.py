@@ -47,9 +47,9 @@ def test_a_stored_plan_keeps_it():
         ([BY_MPIEXEC, "launcher.slurm.srun_mpi=pmix"], "srun_mpi pmix has no effect"),
         (["launcher.mpi.mpiexec=/m"], "launcher.mpi.mpiexec has no effect with launcher.trainer_start srun"),
         (["launcher.slurm.srun_mpi=pmix", "launcher.type=local"], "launcher.type local: it needs srun"),
-        (["launcher.slurm.srun_mpi=pmix", "launcher.slurm.srun_additional_args=--mpi=pmi2"], "omit one"),
-        ([BY_MPIEXEC, "launcher.mpi.args=[-n,'4']"], "-n is derived from the plan"),
-        ([BY_MPIEXEC, "launcher.mpi.args=['--host=a']"], "--host is derived from the plan"),
+        (["launcher.slurm.srun_mpi=pmix", "launcher.slurm.srun_additional_args=--mpi=pmi2"], "remove one"),
+        ([BY_MPIEXEC, "launcher.mpi.args=[-n,'4']"], "-n can't be given, because the trial sets it"),
+        ([BY_MPIEXEC, "launcher.mpi.args=['--host=a']"], "--host can't be given, because the trial sets it"),
         ([BY_MPIEXEC, 'launcher.mpi.args=["a\\nb"]'], "control character"),
     ],
 )  # fmt: skip

@@ -56,9 +56,13 @@ def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides,
 
 
 def test_two_engines_in_one_trial_must_agree():
-    with pytest.raises(ConfigError, match=r"actor.backend fsdp is not the engine of .* make them agree"):
+    with pytest.raises(
+        ConfigError, match=r"actor.backend fsdp contradicts allocation_mode .*; set megatron, or"
+    ):
         plan_trial("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
-    with pytest.raises(ConfigError, match=r"ref\.backend megatron is not the engine of .*fsdp:d4; .*agree"):
+    with pytest.raises(
+        ConfigError, match=r"ref\.backend megatron contradicts allocation_mode .*fsdp:d4.*; set fsdp"
+    ):
         plan_trial("ref.path=/r", "ref.backend=megatron")
 
 
@@ -66,9 +70,11 @@ def test_rows_are_shared_out_among_data_ranks_only():
     # 8 * 4 / 4 rows per update: 16 ranks have 8 data ranks, or 16
     many = ["cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d8t2"]
     assert plan_trial(*many)[1].units[-1].num_tasks == 16
-    with pytest.raises(DoesNotFit, match=r"16 data ranks share 8 row.* use fsdp:d8 or less"):
+    with pytest.raises(DoesNotFit, match=r"an update has 8 row.* for 16 data ranks.* use fsdp:d8 or less"):
         plan_trial("cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d16")
-    with pytest.raises(DoesNotFit, match=r"12 data ranks share 8 row.* use megatron:d8p2 or less"):
+    with pytest.raises(
+        DoesNotFit, match=r"an update has 8 row.* for 12 data ranks.* use megatron:d8p2 or less"
+    ):
         plan_trial("cluster.n_nodes=5", "allocation_mode=sglang:d16+megatron:d12p2")
 
 
@@ -95,7 +101,7 @@ def test_copies_divide_the_data_ranks_and_parts_of_stages_need_stages():
         plan_trial("actor.fsdp.replicate_size=3", "allocation_mode=sglang:d4+fsdp:d4")
     parts = "actor.megatron.virtual_pipeline_size=2"
     assert plan_trial(parts, "allocation_mode=sglang:d4+megatron:d2p2")
-    with pytest.raises(ConfigError, match=r"virtual_pipeline_size 2 has no effect .* one stage; use p"):
+    with pytest.raises(ConfigError, match=r"virtual_pipeline_size 2 has no effect .* one stage; set p to 2"):
         plan_trial(parts, "allocation_mode=sglang:d4+megatron:d4")
 
 
@@ -133,19 +139,19 @@ def find_problem(content: dict, allocation: str, *overrides: str) -> str:
         (QWEN3_8B, "megatron:d8e2", "use megatron:d8."),
         (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "60 experts, not a multiple of e 8"),
         (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "use megatron:d8e4"),
-        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d8", "has no mapping for gemma2 models, only for llama"),
+        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d8", "can't train gemma2 models, only llama"),
         (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d4t2", "use fsdp:d8"),
         (QWEN3_8B | {"vocab_size": 151935}, "megatron:d4t2", ""),
         (QWEN3_8B | {"vocab_size": 151935}, "fsdp:d4t2", "a vocabulary of 151935, not a multiple of t 2"),
         (QWEN3_30B_A3B, "fsdp:d4c2", ""),
-        (QWEN3_30B_A3B, "fsdp:d4t2", "fsdp has no t for qwen3_moe models, only for gemma,"),
+        (QWEN3_30B_A3B, "fsdp:d4t2", "fsdp can't divide qwen3_moe models by t, only gemma,"),
         (QWEN3_30B_A3B, "fsdp:d4t2", "use fsdp:d8."),
         (QWEN3_8B | {"rope_scaling": {"rope_type": "yarn"}}, "megatron:d8", "rope_type: yarn (config.json); use "),
         (QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": False}, "megatron:d8", ""),
         (QWEN3_8B | {"hidden_act": "gelu"}, "megatron:d8", "hidden_act: gelu"),
         (QWEN3_8B | {"hidden_act": "gelu"}, "fsdp:d8", ""),
         (QWEN3_8B | {"rope_scaling": {"rope_type": "longrope"}}, "fsdp:d8", ""),
-        (QWEN3_8B | {"rope_scaling": {"type": "longrope"}}, "fsdp:d4c2", "longrope, which c can't divide; use fsdp:d8"),
+        (QWEN3_8B | {"rope_scaling": {"type": "longrope"}}, "fsdp:d4c2", "longrope, which does not work with c in allocation_mode; use fsdp:d8"),
         (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4t2", ""),
         (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4c2", "set actor.disable_dropout true"),
         (QWEN3_8B | {"attention_dropout": 0.1}, "megatron:d8", "set actor.disable_dropout true"),

@@ -201,7 +201,7 @@ def test_strange_characters_stay_one_word(text):
 
 
 ONLY = "can't be used with launcher.slurm.container_type none"
-UNBOUND = "can't be bound into a container"
+UNBOUND = "can't be mounted in a container"
 PATHS = "has no effect without launcher.slurm.trainer_image"
 
 
@@ -211,22 +211,25 @@ PATHS = "has no effect without launcher.slurm.trainer_image"
         (["trainer_image=docker://x/y:1"], "is not a file: run `apptainer pull"),
         ([PYXIS, "trainer_image=docker://x/y:1"], "`enroot import -o FILE.sqsh docker://…`"),
         (["rollout_image=r.sif"], "rollout_image r.sif is not a path: use /…/r.sif or ./r.sif"),
-        ([PYXIS, *SQSH, IMAGES[0]], "/images/t.sif is an image of apptainer; pyxis needs a .sqsh file"),
-        (["trainer_image=/a:b.sif"], "the path of an image can't contain a colon"),
+        (
+            [PYXIS, *SQSH, IMAGES[0]],
+            "/images/t.sif is an image of apptainer (.sif); pyxis needs a .sqsh file",
+        ),
+        (["trainer_image=/a:b.sif"], "which the path of an image can't have"),
         (["container_type=none", IMAGES[0]], f"{ONLY}"),
         (["mount=/a:/b"], f"mount {PATHS} or inference_server_image"),
         (["container_args=[--no-home]"], "container_args has no effect without"),
         ([IMAGES[1], "trainer_image_python=/p"], f"trainer_image_python {PATHS}"),
-        ([*IMAGES, "mount=a:/b"], "'a:/b' is not a bind; use /source:/target"),
-        ([*IMAGES, "mount=/a\\,b:/c"], "'b:/c' is not a bind"),
+        ([*IMAGES, "mount=a:/b"], "'a:/b' is not of the form /source:/target"),
+        ([*IMAGES, "mount=/a\\,b:/c"], "'b:/c' is not of the form /source:/target"),
         ([*IMAGES, "cluster.fileroot='/shared/a,b'"], f"cluster.fileroot /shared/a,b {UNBOUND}"),
         ([*IMAGES, "actor.path='/m\"x'"], UNBOUND),
         ([*IMAGES, "container_args=[--pid]"], "--pid can't be given: the supervisor stops roles by their"),
         ([*IMAGES, "container_args=[-C]"], "-C can't be given: it implies --pid"),
         ([*IMAGES, "container_args=[--cleanenv]"], "--cleanenv can't be given: ranks read their number"),
         ([*IMAGES, "container_args=['--bind=/a']"], "use launcher.slurm.mount"),
-        ([*IMAGES, "container_args=['--bind /a']"], "use an equals sign: --bind=/a."),
-        ([*IMAGES, "container_args=[-B/a]"], "use the long form, --name=value"),
+        ([*IMAGES, "container_args=['--bind /a']"], "write --bind=/a."),
+        ([*IMAGES, "container_args=[-B/a]"], "write the long form, --name=value"),
         ([*IMAGES, "container_args=[image.sif]"], "'image.sif' is not an option"),
         ([PYXIS, *IMAGES, "container_args=[--container-mounts=/a:/b]"], "use launcher.slurm.mount"),
         ([PYXIS, *IMAGES, "container_args=[--comment=x]"], "--comment is not an option of pyxis"),
@@ -245,7 +248,7 @@ def test_pyxis_needs_slurm():
 
 def test_directories_that_no_bind_can_name_are_refused_when_rendering():
     for trial, workdir in ((Path("/a,b/t"), WORKDIR), (TRIAL, Path('/a"b'))):
-        with pytest.raises(ConfigError, match="can't be bound into a container"):
+        with pytest.raises(ConfigError, match="can't be mounted in a container"):
             check_places(plan(*IMAGES), trial, workdir)
         check_places(plan(), trial, workdir)
 
@@ -268,4 +271,7 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
     [told] = refused(PYXIS, f"trainer_image={tmp_path}")
     assert told.endswith("is not a file; pyxis needs a .sqsh file.")
     [told] = refused(there, f"mount={tmp_path}/none:/x")
-    assert told == f"launcher.slurm.mount: {tmp_path}/none does not exist, so it can't be bound."
+    assert (
+        told
+        == f"launcher.slurm.mount: {tmp_path}/none does not exist, so it can't be mounted; correct the path or create it."
+    )

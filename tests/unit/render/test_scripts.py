@@ -165,7 +165,7 @@ def test_single_directives_can_be_dropped_and_replaced(script, tmp_path):
     lines = script("slurm", site=site, time="1:00:00").splitlines()
     assert [line for line in lines if "--mem=" in line or "--time" in line] == ["#SBATCH --mem=0"]
     assert "#SBATCH --cpus-per-task=2" in lines
-    with pytest.raises(ConfigError, match="long options of sbatch, as --mem, not 'mem'"):
+    with pytest.raises(ConfigError, match="long options of sbatch, such as --mem, not 'mem'"):
         script("slurm", site=override(tmp_path, EXTENDS + block.replace('"--mem"', '"mem"')))
 
 

@@ -76,7 +76,7 @@ def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
 
 
 def test_units_of_a_role_that_differ_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="units of server differ"):
+    with pytest.raises(ConfigError, match="processes of server differ"):
         srun(tmp_path, unit(role="server"), unit(role="server", index=1, cpus_per_task=4))
 
 

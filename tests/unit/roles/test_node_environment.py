@@ -91,10 +91,10 @@ def test_a_local_dir_is_where_the_directory_is_made(tmp_path):
 
 
 def test_a_local_dir_that_cannot_be_used_names_the_option(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*not set on this node"):
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*is not set on node"):
         NodeDirectory({}, "7", "$SCRATCH/below")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*can't be used on this node"):
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*can't be used on node"):
         NodeDirectory({}, "7", str(tmp_path / "file"))
     for kind in ("nfs4", "fuse.sshfs", "virtiofs"):
         monkeypatch.setattr(node_copies, "mount_of", lambda path, kind=kind: (kind, []))

@@ -48,7 +48,7 @@ def program(lines: str) -> list[str]:
 async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
     monkeypatch.setattr(executor_module, "MAX_SHORT_LIVES", 1)
     ends = program("send('ends', error='no server in sight'); sys.exit(70)")
-    with pytest.raises(RoleFailed, match="1 times in a row, last with code 70: no server in sight"):
+    with pytest.raises(RoleFailed, match="1 times in a row, last with exit code 70: no server in sight"):
         await end_of(ends)
 
 

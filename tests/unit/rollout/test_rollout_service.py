@@ -224,10 +224,10 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     await batches(service, 1, 2, 3, lineage=1)
     with pytest.raises(Stale):
         await service.batch(4, 0, 5)
-    with pytest.raises(Refused, match="batch 5 of 3"):
+    with pytest.raises(Refused, match="the batch log has 3 batches, so batch 5"):
         await service.batch(5, 1, 5)
     await service.retain(2)
-    with pytest.raises(Refused, match="trimmed"):
+    with pytest.raises(Refused, match="deleted already"):
         await service.batch(2, 1, 5)
     await service.close()
     later = make(tmp_path)
@@ -626,7 +626,7 @@ async def test_prompts_that_user_code_rejected_are_issued_again_once_it_has_chan
         expected = [1, 4, 7, 8, 9, 10] if goes_back else [7, 8, 10, 11, 1, 4]
     assert indexes(*await batches(two, 3, 4, 5, lineage=1)) == expected
     assert describe_progress(two)["issued_again"] == (2 if is_new else 0)
-    told = "2 prompts that the earlier reward or workflow rejected are issued again"
+    told = "2 prompts begin again, because an earlier reward or workflow had rejected them"
     assert (told in caplog.text) == is_new
     await two.close()
     state = load_state(tmp_path)

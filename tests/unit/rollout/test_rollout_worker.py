@@ -287,7 +287,7 @@ async def test_a_pool_that_is_not_there_or_takes_no_tokens_is_named(caplog):
     (outcome,) = await asking(lambda generate: generate.ask([], "studnet"))
     assert "unknown pool 'studnet'; allowed: rollout, student, judge." in outcome["error"]
     (outcome,) = await asking(lambda generate: generate([5], pool="judge"))
-    assert "pool 'judge' is an endpoint elsewhere" in outcome["error"]
+    assert "pool 'judge' is an external endpoint" in outcome["error"]
     (outcome,) = await asking(lambda generate: generate.ask([{"content": "a" * 10}], "student"))
     assert outcome["reason"] == "too_long" and "the model's context is 10 (pool student)" in outcome["error"]
 
@@ -467,8 +467,8 @@ def test_workflows_by_import_path(user_code):
         ("own_workflow:x", {}, "method"),
         ("own_workflow:y", {}, "no attribute 'y'"),
         ("own_workflow:W", {"sise": 3}, "unexpected keyword argument 'sise'"),
-        ("own_workflow:C", {"sise": 3}, "own_workflow:C.create .* 'sise'"),
-        ("own_workflow:f", {"size": 3}, "only a class takes arguments"),
+        ("own_workflow:C", {"sise": 3}, "own_workflow:C.create.* 'sise'"),
+        ("own_workflow:f", {"size": 3}, "which is not a class"),
         ("nowhere:f", {}, "imported"),
         ("multi", {}, "neither"),
     ]:

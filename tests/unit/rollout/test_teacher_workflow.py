@@ -257,7 +257,7 @@ async def test_tracing_shows_every_text(tokenizer, caplog):
 
 
 def test_the_workflow_needs_its_section(tokenizer):
-    with pytest.raises(ConfigError, match="needs trainer: teacher"):
+    with pytest.raises(ConfigError, match="needs trainer teacher"):
         load_workflow(load([], [*WORDS, "rollout.workflow=teacher"]).config)
     with pytest.raises(ConfigError, match=r"teacher.reward_parts 'nowhere:f' can't be imported"):
         Trial(tokenizer, pens(), options=["teacher.reward_parts=[gain, 'nowhere:f']"])

@@ -72,7 +72,7 @@ def test_a_job_whose_answer_was_lost(programs, scheduler, sbatch, squeue, job_id
 def test_a_silent_controller_is_given_up(programs, scheduler, monkeypatch):
     monkeypatch.setattr(slurm, "SUBMIT_TIMEOUT_S", 0.1)
     programs(sbatch="exec sleep 5", squeue="")
-    with pytest.raises(SchedulerError, match="no answer within"):
+    with pytest.raises(SchedulerError, match="did not answer within"):
         scheduler.submit(SPEC)
 
 

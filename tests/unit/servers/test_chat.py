@@ -61,7 +61,7 @@ def test_without_max_tokens_the_context_is_the_bound(folder):
     ("body", "words"),
     [
         ({"messages": []}, "at least one"),
-        ({"messages": ["hi"]}, "list of objects"),
+        ({"messages": ["hi"]}, "list of at least one object"),
         ({"messages": [{"role": "user", "content": "a"}], "stop": 5}, "stop must be"),
         ({"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream"),
         ({"messages": [{"role": "user", "content": "a"}], "frobnicate": 1}, "unknown chat key 'frobnicate'"),

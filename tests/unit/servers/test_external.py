@@ -99,12 +99,12 @@ async def test_tracing_logs_each_chat_and_its_answer(caplog):
     with caplog.at_level("INFO"):
         async with Elsewhere().opened() as endpoint:
             await endpoint.ask(CHAT, [5])
-            assert "of pool" not in caplog.text
+            assert "pool judge" not in caplog.text
             endpoint.trace = True
             await endpoint.ask(CHAT, [5, 6], max_new_tokens=3)
-    asked = "chat 5 of pool judge: 2 answers to 1 messages, at most 3 tokens out, temperature 1"
+    asked = "chat 5 asks pool judge for 2 answers to 1 messages, at most 3 tokens each, temperature 1"
     assert asked in caplog.text
-    assert "chat 5 of pool judge: answered, 7 tokens (length), 7 tokens (length)" in caplog.text
+    assert "chat 5 has answers from pool judge: 7 tokens (length), 7 tokens (length)" in caplog.text
 
 
 def test_an_executor_worker_passes_the_options_on():
@@ -273,7 +273,7 @@ async def test_the_model_is_the_configured_one_or_the_only_one(caplog):
     for models, model, found in chosen:
         async with Elsewhere(models).opened(model=model) as endpoint:
             assert endpoint.model == found
-    assert "does not list pools.judge.model 'd'" in caplog.text
+    assert "does not list the model 'd' of pools.judge.model" in caplog.text
     refused = [
         (("a", "b"), "pools.judge.model: .* lists a, b; set this option"),
         ((), "lists no model"),

@@ -411,7 +411,7 @@ async def test_successor_makes_the_predecessor_stale(trial):
     await until(lambda: old.proxy.state == "serving")
     names = open_names(trial)
     new, stopping, new_task = start(trial, FakeBackend(), names, 1)
-    with pytest.raises(RoleFailed, match="taken over"):
+    with pytest.raises(RoleFailed, match="another process now runs server 0"):
         await old_task
     assert new.proxy.epoch > old.proxy.epoch
     await until(lambda: new.proxy.state == "serving")

@@ -166,7 +166,7 @@ async def test_waits_for_a_server_and_gives_up_in_words(names):
     async with servers(1) as (fake,):
         lease = announce(names, 0, fake, state="waiting")
         async with Router(names, "data", poll_s=0.02, setup_timeout_s=0.2) as router:
-            with pytest.raises(RoleFailed, match="server/rollout/0 is waiting"):
+            with pytest.raises(RoleFailed, match="server 0 of pool rollout is waiting"):
                 await router.generate_many([request()])
         async with Router(names, "data", poll_s=0.02) as router:
             call = asyncio.create_task(router.generate_many([request()]))

@@ -37,8 +37,8 @@ def test_stop_tokens_are_a_sorted_set():
         ({"top_k": 10**30}, "must be an integer"),
         ({"stop_token_ids": 3}, "list of integers"),
         ({"ignore_eos": 1}, "true or false"),
-        ({"min_p": 0.1}, "does not serve it"),
-        ({"stop": ["\n"]}, "does not serve it"),
+        ({"min_p": 0.1}, "can't serve sampling key"),
+        ({"stop": ["\n"]}, "can't serve sampling key"),
         ([], "must be an object"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_sequence_that_goes_on_has_other_random_numbers():
     ("sampling", "words"),
     [
         ({"max_tokens": 4}, "unknown sampling key 'max_tokens'; did you mean 'max_new_tokens'"),
-        ({"top_p": 0.9}, "'top_p': vLLM's log-probabilities would leave tokens out, got 0.9"),
+        ({"top_p": 0.9}, "'top_p': with 0.9 vLLM's log-probabilities would leave tokens out"),
         ({"top_k": 5}, "'top_k'"),
         ({"min_p": 0.1, "temperature": 0.5}, "'min_p'"),
     ],

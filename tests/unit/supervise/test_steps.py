@@ -96,7 +96,9 @@ def test_a_search_path_of_the_users_comes_after_ours(attempt):
 
 
 def test_fewer_gpus_than_planned_are_refused_in_words(attempt):
-    with pytest.raises(ConfigError, match="the GPUs 1 to 2 of this machine, but CUDA_VISIBLE_DEVICES has 2"):
+    with pytest.raises(
+        ConfigError, match="the GPUs 1 to 2 of this machine, but the number in CUDA_VISIBLE_DEVICES is 2"
+    ):
         start(attempt, "", tasks=2, gpus=1, gpu_offset=1, environ={"CUDA_VISIBLE_DEVICES": "4,5"})
 
 

@@ -86,7 +86,7 @@ def test_of_two_that_submit_at_once_one_job_stays(trial):
 def test_never_after_a_cancel(trial):
     slurm = FakeSlurm()
     write_json(trial.cancel_intent("100"), {})
-    with pytest.raises(TrialBusy, match="cancelled by the user"):
+    with pytest.raises(TrialBusy, match="cancelled by its user"):
         call(trial, slurm)
     assert not slurm.jobs
 

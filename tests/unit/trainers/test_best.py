@@ -117,9 +117,9 @@ def test_a_best_that_was_measured_otherwise_does_not_count(tmp_path, caplog):
     start.attempt_id = "9.0"
     start(10, numbers={6: {"eval_loss": 0.9}, 8: {"eval_loss": 0.8}, 10: {"eval_loss": 0.85}})
     assert (record(start, "best")["step"], model(start, "final")) == (8, 36)
-    said = [one.getMessage() for one in caplog.records if "does not count any more" in one.getMessage()]
+    said = [one.getMessage() for one in caplog.records if "is not the best any more" in one.getMessage()]
     assert said == [
-        "the best model, of step 4, does not count any more: it was measured with another valid_dataset.path"
+        "the model of step 4 is not the best any more, because it was measured with another valid_dataset.path"
     ]
 
 
@@ -140,7 +140,9 @@ def test_a_metric_that_no_evaluation_has_is_said(tmp_path, caplog):
     start(4, numbers={2: {"eval_loss": 1.0, "eval_version": "0.2"}, 4: {"eval_hints": 3.0}})
     assert record(start, "best")["step"] == 4
     said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
-    assert said == ["saver.keep_best.metric: the evaluation of step 2 has no eval_hints; it has eval_loss"]
+    assert said == [
+        "saver.keep_best has no effect: the evaluation of step 2 lacks its metric eval_hints; it has eval_loss"
+    ]
 
 
 def test_where_nothing_was_measured_the_last_weights_are_final(tmp_path):
@@ -167,4 +169,6 @@ def test_it_needs_held_out_data_and_a_number_that_is_measured():
     with pytest.raises(ConfigError, match=r"metric eval_hints .*measures eval_reward"):
         check(load([], own), files=False)
     done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)
-    assert any("first and last" in note and "saver.keep_best" in note for note in map(str, done.notes))
+    assert any(
+        "the first and the last" in note and "saver.keep_best" in note for note in map(str, done.notes)
+    )

@@ -55,7 +55,7 @@ def test_on_a_full_disk_the_final_export_waits_for_room(starter, full_disk, capl
     assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final"]
     assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 10
     assert caplog.text.count("DISK FULL: exports/final can't be written") == 1
-    assert "wrote exports/final" in caplog.text
+    assert "exports/final is written" in caplog.text
 
 
 def test_a_stop_while_the_final_export_waits_leaves_it_to_the_next_start(starter, full_disk):
@@ -74,7 +74,7 @@ def test_a_periodic_export_that_finds_no_room_is_left_out_loudly(starter, full_d
     fill, empty = (lambda: setattr(full_disk, "room", False)), (lambda: setattr(full_disk, "room", True))
     code, recipe = starter(5, {2: fill, 3: empty})
     assert code == ExitCode.DONE and recipe.trained == [1, 2, 3, 4, 5]
-    assert "EXPORT FAILED: no room for step-00000002" in caplog.text
+    assert "EXPORT FAILED: the disk has no room for step-00000002" in caplog.text
     assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final", "step-00000004"]
 
 

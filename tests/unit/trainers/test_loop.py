@@ -98,7 +98,7 @@ def overtake(starter: Starter) -> None:
 
 def test_a_trainer_that_was_overtaken_in_a_step_writes_no_more(tmp_path):
     starter = Starter(tmp_path, saver=SaverConfig(freq_steps=2))
-    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+    with pytest.raises(Stale, match=r"lineage 1\) has taken the place"):
         starter(10, {"during 6": lambda: overtake(starter)})
     assert [row["step"] for row in starter.rows()] == [1, 2, 3, 4, 5]
     assert starter.generations() == [3]
@@ -114,7 +114,7 @@ def test_a_trainer_that_was_overtaken_while_it_saves_commits_nothing(starter, mo
             overtake(starter)
 
     monkeypatch.setattr(Commit, "begin", begin_late)
-    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+    with pytest.raises(Stale, match=r"lineage 1\) has taken the place"):
         starter(10)
     assert starter.generations() == [3]
 
@@ -158,7 +158,7 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
     assert code == ExitCode.DONE
     assert recipe.trained[0] == 4
     assert starter.last.engine.total == 55
-    assert "GENERATION SET ASIDE" in caplog.text
+    assert "CHECKPOINT SET ASIDE" in caplog.text
     assert [p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()] == ["gen-00000006"]
 
 
@@ -433,7 +433,9 @@ def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, mon
     code, recipe = starter(10)
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
-    words = "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written"
+    words = (
+        "CHECKPOINT SET ASIDE: gen-00000006 can't be used (state.json: bytes 0 to 2 are not what was written"
+    )
     assert words in caplog.text
     aside = sorted(path.name[:12] for path in (starter.trial.recover / "set-aside").iterdir())
     assert aside == ["gen-00000003", "gen-00000006"]

@@ -331,7 +331,7 @@ def test_agent_stats_are_logged_and_a_missing_name_is_reported_once(tmp_path, ca
     recipe.update(6, batch)
     recipe.update(7, batch)
     assert recipe.run.stats.take()["agent/num_turns"] == 1.5
-    assert caplog.text.count("no trajectory has num_trns; the workflow gives: num_turns") == 1
+    assert caplog.text.count("names num_trns, but the workflow gives only: num_turns") == 1
 
 
 def test_what_teaching_measures_is_always_logged(tmp_path):

@@ -66,8 +66,8 @@ def test_what_confines_code_is_told_and_where_it_is_required_also_refused(monkey
     loaded, _ = whole("rollout.reward_fn=format,code_tests", "rollout.sandbox=required", base=base)
     [note] = preflight.check_sandbox(loaded.config, "slurm")
     assert note.is_note and (note.option, note.kind) == ("rollout.sandbox", Kind.MACHINE)
-    assert "code_tests runs code in this sandbox here: Landlock: no other file can be" in str(note)
-    assert "not protected: the network can be used" in str(note) and "that of its node" in str(note)
+    assert "code_tests runs code in this sandbox: Landlock: no other file can be" in str(note)
+    assert "not protected: the network can be used" in str(note) and "the one of its node" in str(note)
     refused, _ = preflight.check_sandbox(loaded.config, "local")
     assert (refused.option, refused.kind, refused.is_note) == ("rollout.sandbox", Kind.MACHINE, False)
     assert "It has Landlock" in str(refused)
@@ -108,7 +108,9 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
 
 def test_a_submission_goes_on_where_sinfo_does_not_answer():
     said = preflight.quick_check(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
-    assert str(said.notes[0]) == "not compared with the cluster: sinfo: no." and said.avoid == ("n1",)
+    assert str(
+        said.notes[0]
+    ) == "the request was not compared with the nodes of the cluster: sinfo: no." and said.avoid == ("n1",)
 
 
 @pytest.mark.parametrize(("threads", "cpus"), [(1, 3 * 8 + 1), (2, 3 * 8 + 1), (16, 32 + 1)])
@@ -165,7 +167,7 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
     small = planned("launcher.trainer_mem_per_gpu=1000")
     monkeypatch.setenv("PATH", str(tmp_path))
     checks = preflight.full_check(*small, {}, SlurmScheduler())
-    assert "not compared with the cluster: sinfo is not on the PATH" in checks[-1].line()
+    assert "not compared with the nodes of the cluster: sinfo is not on the PATH" in checks[-1].line()
     preflight.raise_failures(checks)
 
 
@@ -224,7 +226,7 @@ def test_attention_defaults_to_what_the_trainers_python_has(monkeypatch, package
 def test_an_attention_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
     flash = "model.attn_impl=flash_attention_2"
     monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"flash_attn_3": "3.0"})
-    refusal = "needs the package flash-attn, and python has flash-attn-3; install it there, or use flash_atte"
+    refusal = "needs the package flash-attn, but python has flash-attn-3; install it there, or use flash_atte"
     with pytest.raises(ConfigError, match=f"model.attn_impl flash_attention_2 {refusal}ntion_3"):
         preflight.adapt_attention(*whole(flash))
     image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
@@ -259,11 +261,14 @@ def test_a_missing_mpi_is_refused_where_the_nodes_lack_it_too(monkeypatch, is_ce
     monkeypatch.setattr(preflight.mpi_check, "inspect_mpi", lambda *what: asked.append(what) or seen)
     loaded, plan = whole(*BY_MPIEXEC, "launcher.python=/p", "launcher.mpi.mpiexec=/m")
     if is_refused:
-        with pytest.raises(ConfigError, match=r"launcher.trainer_start mpiexec: no mpi4py;.*pip install"):
+        with pytest.raises(
+            ConfigError,
+            match=r"launcher.trainer_start mpiexec can't start the trainer: no mpi4py;.*pip install",
+        ):
             preflight.adapt_mpi(loaded, plan, scheduler)
     else:
         note = preflight.adapt_mpi(loaded, plan, scheduler).notes[-1]
-        assert str(note).startswith("no mpi4py; the nodes must")
+        assert str(note).startswith("no mpi4py; the nodes of the job must")
     assert asked == [("/p", "/m")]
 
 

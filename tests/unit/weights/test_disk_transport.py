@@ -194,7 +194,7 @@ def test_on_a_full_disk_it_waits_for_room_and_goes_on(site, monkeypatch, caplog)
     site.publish(1)
     assert site.servers.published == ["0.1"] and rebuild(site, 1) == site.engine.read()
     assert caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1
-    assert "wrote weights 0.1" in caplog.text
+    assert "weights 0.1 is written" in caplog.text
     assert site.waited  # so the supervisor sees that the trainer is alive
     assert not [path for path in site.trial.weights.iterdir() if path.name.startswith(".")]
 
@@ -214,7 +214,7 @@ def test_any_other_error_is_raised_by_settle(site, monkeypatch):
 
 
 def test_a_failure_of_all_servers_is_raised_without_waiting(site):
-    site.servers.answers = [RoleFailed("no generation server took weights 0.1")]
+    site.servers.answers = [RoleFailed("no generation server loaded weights 0.1")]
     site.transport.start(WeightVersion(0, 1))
     deadline = time.monotonic() + extend(10)
     with pytest.raises(RoleFailed, match="no generation server"):

@@ -120,7 +120,7 @@ async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threa
 def test_a_trainer_that_was_overtaken_publishes_nothing(trial):
     write(trial, 0, 1)
     write_json(trial.lineage(1), {"lineage": 1, "from_step": 0})
-    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+    with pytest.raises(Stale, match=r"lineage 1\) has taken the place"):
         write(trial, 0, 2)
     assert json.loads(trial.current_weights.read_text())["label"] == "0.1"
 
@@ -215,7 +215,9 @@ async def test_servers_are_paused_in_turns(publisher, trial, servers):
 async def test_no_server_at_all_fails_in_words(publisher, trial, servers):
     for server in servers:
         server.lease.release()
-    with pytest.raises(RoleFailed, match=r"no generation server took weights 0\.1 within 2 s: none is ready"):
+    with pytest.raises(
+        RoleFailed, match=r"no generation server loaded weights 0\.1 within 2 s .*: none is ready"
+    ):
         await publish(publisher, trial, 1)
 
 
@@ -274,7 +276,7 @@ def test_versions_order_by_lineage_first_and_by_number(trial):
     for lineage, step in ((0, 9), (0, 10), (0, 30), (1, 2)):
         write(trial, lineage, step)
     assert disk.prune(trial, held=[]) == ["0.10", "0.9"]
-    with pytest.raises(Stale, match=r"weights 1\.2 are current"):
+    with pytest.raises(Stale, match=r"weights 0\.31 are not published"):
         write(trial, 0, 31)
 
 
