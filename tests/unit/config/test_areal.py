@@ -596,6 +596,7 @@ def test_what_a_saved_file_spells_out_for_the_reference_model_and_attention_mean
 
 
 MODEL_ONLY = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
+MODEL_ONLY += ["train_dataset.batch_size=8"]
 
 
 def test_a_teacher_to_learn_from_is_a_pool_of_servers(tmp_path):
