@@ -79,7 +79,7 @@ def submit_and_report(
     else:
         if done.scheduler == "slurm" and is_inside(os.environ):
             job = f"job {os.environ['SLURM_JOB_ID']}"
-            print(f"note: this submits a new job. To use your current {job}, run `hpc-rl run`.")
+            print(f"note: this submitted a new job. To use the {job} around you, run `hpc-rl run`.")
         see, *more = trial_index.list_commands(done.trial, "status", "logs --follow", "cancel")
         following = [f"next       {see}", *(f"           {command}" for command in more)]
         print("\n".join([*describe_submission(done, planned), *following]))

@@ -118,7 +118,7 @@ def parse(text: str, engine: str = "") -> Allocation:
     Raises ConfigError with the position and the reason.
     """
     if text.strip() in ("manual", "heuristic"):
-        why, use = "is not supported", "leave it empty to have one derived"
+        why, use = "is not supported", "leave it empty, and hpc-rl chooses the allocation"
         raise ConfigError(Refusal(option=OPTION, value=text.strip(), kind=Kind.UNSUPPORTED, why=why, use=use))
     return _Parser(text, engine).parse_expression()
 

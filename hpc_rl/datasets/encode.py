@@ -42,7 +42,7 @@ def find_question(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         return make_text(row.get("prompt")), []
     asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
     if not asked:
-        raise ConfigError("a chat without a turn of role user has no question.")
+        raise ConfigError("a chat needs a message of role user, which is the question.")
     return make_text(messages[asked[-1]].get("content")), messages[: asked[-1]]
 
 

@@ -235,8 +235,10 @@ class Lease:
         """Raise Stale once a higher epoch exists."""
         highest = max(_list_epochs(self.base), default=0)
         if highest > self.epoch or self.released:
-            reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
-            raise Stale(f"lease {self.key!r}: {reason}")
+            reason = (
+                f"another process has taken it over, or it was released (start {self.epoch} of {highest})"
+            )
+            raise Stale(f"this process has lost {self.key!r}: {reason}")
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
         """Advance the counter, with a new value if given. Raises Stale once a higher epoch exists."""

@@ -131,7 +131,9 @@ def _check_model(
         if other is None and stages > 1:
             other, parts = find_nearest(train, shape), " with megatron.virtual_pipeline_size 1"
         fits = (
-            f"use {other}{parts}" if other else "no mesh with this number of ranks fits; use another number"
+            f"use {other}{parts}"
+            if other
+            else "no allocation with this number of ranks fits; use another number"
         )
         yield refuse(why=f"has {'; '.join(found)}: {train} can't divide it", use=fits)
 

@@ -28,7 +28,7 @@ def main() -> int:
     try:
         (_submit_successor if args.what == "successor" else _submit_servers)(Trial(args.trial_dir), args)
     except (HpcRlError, OSError, ValueError) as error:
-        logger.error("the %s can't be submitted: %s", args.what, error)
+        logger.error("the %s job can't be submitted: %s", args.what, error)
         return error.exit_code if isinstance(error, HpcRlError) else CannotWrite.exit_code
     return 0
 

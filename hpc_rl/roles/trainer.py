@@ -103,7 +103,7 @@ def use_interface(environ: MutableMapping[str, str], address: str) -> None:
 def log_start(context: Context, milestone: str) -> None:
     """Log a milestone of the start, on rank 0: the timestamps show the duration of each part."""
     if context.rank == 0:
-        logger.info("start: %s", milestone)
+        logger.info("trainer start: %s", milestone)
 
 
 def choose_device(context: Context) -> str:

@@ -120,7 +120,7 @@ class LocalScheduler:
         """Return the process to signal, or None if none runs. Raises SchedulerError on another host."""
         state, process = self._look(job_id)
         if state.state is State.UNKNOWN and state.nodes:
-            raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
+            raise SchedulerError(f"job {job_id} runs on {state.nodes}: run this command there.")
         return process
 
     def _find_orphan(self, job_id: str) -> tuple[int, int] | None:

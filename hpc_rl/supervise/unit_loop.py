@@ -236,7 +236,7 @@ class UnitLoop(ABC):
         if reason := details.get("reason"):
             details = {**details, "reason": redact(str(reason))}
         line = json.dumps({"time": time.time(), "event": kind.value, **details}).encode() + b"\n"
-        logger.info("%s %s", kind, details)
+        logger.info("event %s: %s", kind, details)
         # Open and close the file each time so that readers on other nodes see the line.
         with tolerate_errors("writing an event"), self.attempt.events.open("a+b") as file:
             if file.seek(0, os.SEEK_END):

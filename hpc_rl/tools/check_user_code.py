@@ -58,7 +58,7 @@ def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
         except ConfigError as error:
             yield from error.refusals or [refuse(why=f": {error}")]
         except TypeError as error:
-            yield refuse(why=f"must be called as run(prompt, generate): {error}")
+            yield refuse(why=f"must accept the call run(prompt, generate): {error}")
         except Exception as error:  # raised by the user's class
             yield refuse(why=f"can't be created, because it raises {_describe_error(error)}")
     if ":" in config.actor.algorithm:

@@ -134,7 +134,7 @@ def load_environment(path: str) -> type[Environment]:
     if len(own) != 1:
         names = ", ".join(cls.__name__ for cls in own) or "none"
         raise ConfigError(
-            f"{path} must have one subclass of Environment, or be given as {path}:Class; has {names}."
+            f"{path} must define one subclass of Environment, or be given as {path}:Class; it has {names}."
         )
     return own[0]
 

@@ -82,7 +82,7 @@ def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
     except SchedulerError as error:
         write_request(trial, job, now)
         raise SchedulerError(
-            f"{error}\nThe cancel request was recorded and takes effect as soon as the supervisor reads it."
+            f"{error}\nThe request to cancel is recorded; the trial stops as soon as its supervisor reads it."
         ) from error
     if not state.state.alive and (state.state is not State.UNKNOWN or job.ended):
         return CancelledJob(job, CancelOutcome.OVER, state)

@@ -133,5 +133,5 @@ def _report_unusable(
     if num_bad and num_bad == num:
         yield _refuse(name, dataset, f": the first {num} rows {what}, and can't be trained on", use)
     elif num_bad:
-        why = f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"
+        why = f"{num_bad} of the first {num} rows of {name} {what}, so they are not trained on"
         yield make_note("", why, Kind.FILE, related=(f"{name}.path",))

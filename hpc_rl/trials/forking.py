@@ -180,7 +180,9 @@ def give_checkpoint(parent: Trial, found: Found, trial: Trial, command: Sequence
             )
             write_json(trial.forked_from, origin.to_json())
         except OSError as error:
-            raise CannotWrite(f"{trial.recover}: the checkpoint can't be written: {error}") from error
+            raise CannotWrite(
+                f"the checkpoint of the fork can't be written to {trial.recover}: {error}"
+            ) from error
 
 
 def write_weights(parent: Trial, version: WeightVersion, trial: Trial, config: Config) -> Path:
@@ -198,7 +200,9 @@ def write_weights(parent: Trial, version: WeightVersion, trial: Trial, config: C
         os.rename(temporary, folder)
         fsync_dir(trial.exports)
     except OSError as error:
-        raise CannotWrite(f"{folder}: the weights can't be written: {error.strerror or error}") from error
+        raise CannotWrite(
+            f"the weights of the fork can't be written to {folder}: {error.strerror or error}"
+        ) from error
     return folder
 
 

@@ -69,7 +69,7 @@ def check_engine(plan: Plan) -> Iterator[Refusal]:
         use = f"`pip install 'hpc-rl[megatron]'` there, or use {replace(train, backend='fsdp')}"
         if train.p * train.e > 1:
             use = "`pip install 'hpc-rl[megatron]'` there"
-        why = f": {train} needs the package megatron-core, and {plan.python} lacks it"
+        why = f": {train} needs the package megatron-core, which {plan.python} lacks"
         related = ("launcher.python",)
         yield Refusal(option="allocation_mode", kind=Kind.MACHINE, why=why, use=use, related=related)
 

@@ -148,7 +148,9 @@ def _submit_jobs(
         return job_id, submit_servers(made.trial, plan, job_id, made.tag, scheduler)
     except SchedulerError as error:
         scheduler.cancel(job_id)
-        raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
+        raise SchedulerError(
+            f"the job of the servers was refused: {error} So job {job_id} of the trial was cancelled."
+        ) from error
 
 
 def render_to(

@@ -203,7 +203,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "positions": ({"kind": "yarn"}, "rope_type: yarn .*use fsdp"),
     "a bias": ({"kind": "biased"}, "attention_bias: True .*use fsdp"),
-    "dropout": ({"kind": "noisy"}, "set disable_dropout: true"),
+    "dropout": ({"kind": "noisy"}, "set disable_dropout true"),
     "heads": ({"kind": "qwen2", "tensor": 3}, "its 4 attention heads can't be divided by t3"),
     "layers": ({"kind": "qwen2", "pipeline": 3}, "its 4 layers can't be divided by p3"),
     "chunks": (

@@ -333,7 +333,7 @@ def _apply_n_trajs(item: SourceValue, done: RenamedSettings) -> None:
     is_free = own is None or (own.value == 1 and not own.is_argument)
     if isinstance(count, int) and count > 1 and is_free:
         done.settings["gconfig.n_samples"] = item
-        why = f"is {count}, from n_trajs: hpc-rl sets the number of trajectories in a group here"
+        why = f"is {count}, from n_trajs, which is AReaL's number of trajectories per prompt"
         done.notes.append(make_note("gconfig.n_samples", why, related=("n_trajs",)))
 
 

@@ -182,7 +182,7 @@ def check_rows(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
                 if (chat := get_messages(made)) is None:
                     continue
                 if isinstance(config, TeacherConfig) and not any(one.get("role") == "user" for one in chat):
-                    raise ConfigError("a chat without a turn of role user has no question.")
+                    raise ConfigError("a chat needs a message of role user, which is the question.")
                 folder = _find_tokenizer(config)
                 if (folder / "tokenizer.json").is_file() and not has_chat_template(folder):
                     hint = "add chat_template.jinja, or give prompts as texts"
@@ -266,7 +266,7 @@ def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse rows of equal answers, because nothing can be learned from them."""
     for section, dataset, num_equal, num in _count_equal_pairs(config):
         if num_equal == num:
-            why = f": `chosen` and `rejected` are equal in the first {num} rows"
+            why = f": `chosen` and `rejected` are equal in the first {num} rows, so nothing would be learned"
             yield Refusal(option=f"{section}.path", value=dataset.path, kind=Kind.FILE, why=why)
 
 

@@ -277,8 +277,8 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
         idle.remove("n_trajs")  # it means the same
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
-        use = f"a workflow that may: {known}your own package.module:name"
-        why = f": {', '.join(idle)} has no effect, because workflow {workflow} takes no such argument; {use}"
+        use = f"use {known}your own package.module:name"
+        why = f": {', '.join(idle)}: no effect, because workflow {workflow} takes no such argument; {use}"
         yield make_note("rollout.workflow_args", why, Kind.NO_EFFECT, related=("rollout.workflow",))
 
 

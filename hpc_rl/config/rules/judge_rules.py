@@ -44,7 +44,7 @@ def check_judge(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
             related=("pools",),
         )
     if "completion" not in list_names(found.template):
-        why = "has no {completion}: write it where that belongs"
+        why = "must contain {completion}, in the place where the answer belongs"
         yield Refusal(option="rollout.judge.template", kind=Kind.VALUE, why=why)
     if not found.temperatures:
         why, use = "is empty, so no score is asked for", "give at least one, such as 0.2"

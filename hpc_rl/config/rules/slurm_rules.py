@@ -99,7 +99,7 @@ def check_texts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
         if value == "" or (isinstance(value, str) and _has_control_character(value)):
             yield refuse(
                 option=f"launcher.slurm.servers.{name}",
-                why=f": {value!r} can't be used",
+                why=f": {value!r} is empty or has a control character",
                 use="write a value, or null for the one in launcher.slurm",
                 related=("launcher.slurm",),
             )
@@ -157,7 +157,7 @@ def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[Refu
         try:
             options = [parse_option(part) for part in shlex.split(extra) if part.startswith("-")]
         except ValueError as error:
-            yield refuse(why=f": {extra!r} can't be read: {error}")
+            yield refuse(why=f": {extra!r} can't be split into arguments: {error}")
             continue
         if not extra.startswith("-"):
             yield refuse(why=f": {extra!r} is not an sbatch option, such as --hint=nomultithread")
@@ -167,7 +167,7 @@ def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[Refu
                 yield refuse(why=f": {option} can't be given: {reason}", related=tuple(related))
             elif option in own and own[option] not in _NOT_SBATCH:
                 other = f"launcher.slurm.{own[option]}"
-                yield refuse(why=f": {option} can't be given", use=f"use {other}", related=(other,))
+                yield refuse(why=f": {option} can't be given", use=f"set {other} instead", related=(other,))
 
 
 def check_layouts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

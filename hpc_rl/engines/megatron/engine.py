@@ -105,7 +105,7 @@ class MegatronEngine(TrainedEngine):
         check_architecture(architecture, config.path)
         check_layout(architecture, self.mesh, self.virtual)
         if getattr(architecture, "attention_dropout", 0.0) and not (config.disable_dropout or frozen):
-            raise ConfigError("the megatron backend has no dropout in attention; set disable_dropout: true")
+            raise ConfigError("the megatron backend has no dropout in attention; set disable_dropout true")
         if config.optimizer is not None and config.optimizer.offload:
             raise ConfigError("optimizer.offload: the megatron backend has no such option; set it to false")
 

@@ -105,7 +105,7 @@ def make_code_tests(timeout_s: float, sandbox: str) -> Callable[..., float]:
         raise ConfigError(
             Refusal(option="rollout.sandbox", value=sandbox, kind=Kind.MACHINE, why=why, use=USE)
         )
-    logger.info("code_tests runs code in this sandbox: %s", used.describe())
+    logger.info("the reward code_tests runs code in this sandbox: %s", used.describe())
 
     def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_columns: Any) -> float:
         return _measure_share(completion, tests, time.monotonic() + CODE_TIME_SHARE * timeout_s)

@@ -74,7 +74,7 @@ def test_a_scheduler_that_cannot_be_reached_leaves_the_wish(trial, scheduler, ca
     scheduler.refuses = "scancel: timed out"
     assert main(["cancel", "t1"]) == 69
     assert trial.cancel_intent("7").exists()
-    assert "cancel request was recorded" in capsys.readouterr().err
+    assert "request to cancel is recorded" in capsys.readouterr().err
 
 
 def test_on_another_cluster_no_job_of_that_number_is_touched(

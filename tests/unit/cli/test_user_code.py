@@ -104,7 +104,7 @@ def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
             "actor.overlong_reward_penalty true can't be used with actor.overlong_tokens null",
             "actor.overlong_reward_penalty true can't be used with actor.overlong_penalty_factor null",
             "nowhere.jsonl does not exist",
-            "rollout.workflow mine:sync must be called as run(prompt, generate)",
+            "rollout.workflow mine:sync must accept the call run(prompt, generate)",
             "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
             "'absent:reward' can't be imported: No module named 'absent'",
             "'broken:reward' can't be imported: SyntaxError",

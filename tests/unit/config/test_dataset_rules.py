@@ -166,8 +166,8 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             SFT,
             "row 1: `chosen` and `rejected` of a row must both be texts, or both be whole chats.",
         ),
-        ([{"chosen": "2", "rejected": "2"}], RW, SFT, "are equal in the first 1 rows."),
-        ([{"chosen": "2", "rejected": "2"}], ["trainer=dpo"], SFT, "are equal in the first 1 rows."),
+        ([{"chosen": "2", "rejected": "2"}], RW, SFT, "are equal in the first 1 rows, so nothing"),
+        ([{"chosen": "2", "rejected": "2"}], ["trainer=dpo"], SFT, "are equal in the first 1 rows, so nothing"),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
         (
@@ -208,7 +208,7 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             [{"messages": [{"role": "system", "content": "1"}], "answer": "3"}],
             ["trainer=teacher", "pools.student.url=http://h/v1", "pools.student.model=m"],
             {},
-            "a chat without a turn of role user has no question",
+            "a chat needs a message of role user",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_held_out_rows_are_looked_at_too(place):
     options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
     config = load_checked(place, [{"prompt": "1", "answer": "1"}], *options).config
     [refusal] = check_first_rows(config)
-    assert refusal.option == "evaluator.sets_column" and "none of the first 1 rows" in str(refusal)
+    assert refusal.option == "evaluator.sets_column" and "is no column of the first 1 rows" in str(refusal)
     (place / "h.jsonl").write_text('{"text": "1"}\n')
     said = collect_refusal(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said

@@ -399,7 +399,7 @@ JUDGE = ["pools.grader.url=http://h/v1", "rollout.reward_fn=judge", "rollout.jud
             [*JUDGE, "rollout.judge.pool=greader"],
             "pool of section pools; there are: grader. Did you mean grader?",
         ),
-        ([*JUDGE, "rollout.judge.template=Good?"], "rollout.judge.template has no {completion}"),
+        ([*JUDGE, "rollout.judge.template=Good?"], "rollout.judge.template must contain {completion}"),
         ([*JUDGE, "rollout.judge.temperatures=[]"], "rollout.judge.temperatures is empty"),
         ([*JUDGE, "pools.other.url=http://h/v1"], "pools.other has no effect"),
     ],

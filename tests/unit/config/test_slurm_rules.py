@@ -99,7 +99,7 @@ def test_memory_per_gpu_needs_gpus(refusals):
         ("--a=b\nrm -rf /", "line break"),
         ("--hint=a --gres=gpu:1", "launcher.slurm.gres"),
         ('--hint=a "--gres=gpu:1"', "launcher.slurm.gres"),
-        ("--hint='a", "can't be read"),
+        ("--hint='a", "can't be split"),
         ("", "empty"),
         ("--no-requeue", "recover.mode"),
         ("hetjob", "not an sbatch option"),
@@ -123,8 +123,8 @@ def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words
         ),
         (
             ["launcher.slurm.gpu_type=h100", "launcher.slurm.gpus_by=null"],
-            "launcher.slurm.gpu_type has no effect, because launcher.slurm.gpus_by is null: "
-            "no GPUs are requested.",
+            "launcher.slurm.gpu_type has no effect, because launcher.slurm.gpus_by null "
+            "requests no GPUs; remove one of the two.",
             Kind.NO_EFFECT,
             {"launcher.slurm.gpus_by"},
         ),

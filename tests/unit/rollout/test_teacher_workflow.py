@@ -221,7 +221,7 @@ async def test_turns_before_the_question_stay(tokenizer):
     sent = tokenizer.decode(trial.teacher.requests[0].input_ids)
     assert sent.startswith(f"[user]Hi[assistant]Hello[user]A {PENS}")
     outcome = await trial.run({"messages": [before[0]], "answer": 26})
-    assert "without a turn of role user" in outcome["error"]
+    assert "needs a message of role user" in outcome["error"]
 
 
 async def test_templates_know_the_columns_and_show_no_other(tokenizer):

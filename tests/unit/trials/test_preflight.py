@@ -241,7 +241,7 @@ def test_megatron_core_that_is_not_installed_is_refused_unless_an_image_may_have
     _, plan = whole("allocation_mode=megatron:d4t2")
     [refusal] = preflight.check_engine(plan)
     assert (refusal.option, refusal.kind) == ("allocation_mode", Kind.MACHINE)
-    assert "megatron-core, and python lacks it" in refusal.why and "or use fsdp:d4t2" in refusal.use
+    assert "megatron-core, which python lacks" in refusal.why and "or use fsdp:d4t2" in refusal.use
     image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
     assert not list(preflight.check_engine(whole("allocation_mode=megatron:d4t2", *image)[1]))
     monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"megatron_core": "0.16.1"})
