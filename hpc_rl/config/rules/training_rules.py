@@ -339,7 +339,7 @@ def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal
             option=f"{section}.mb_spec.granularity",
             value=engine.mb_spec.granularity,
             kind=Kind.VALUE,
-            why="would separate chosen from rejected",
+            why="would put `chosen` and `rejected` of a pair into different micro-batches",
             use="remove it, or use 2",
         )
 

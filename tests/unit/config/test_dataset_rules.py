@@ -167,7 +167,12 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             "row 1: `chosen` and `rejected` of a row must both be texts, or both be whole chats.",
         ),
         ([{"chosen": "2", "rejected": "2"}], RW, SFT, "are equal in the first 1 rows, so nothing"),
-        ([{"chosen": "2", "rejected": "2"}], ["trainer=dpo"], SFT, "are equal in the first 1 rows, so nothing"),
+        (
+            [{"chosen": "2", "rejected": "2"}],
+            ["trainer=dpo"],
+            SFT,
+            "are equal in the first 1 rows, so nothing",
+        ),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
         (
