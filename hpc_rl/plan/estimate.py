@@ -19,7 +19,7 @@ from hpc_rl.config.options.experiment import (
     GRPOConfig,
     RWConfig,
     find_last_step,
-    find_reference,
+    find_loaded_reference,
 )
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.config.options.training import TrainEngineConfig
@@ -218,17 +218,13 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
         saves_copies=config.recover.async_save,
     )
     load = _apply_mesh(load, work, parse(plan.allocation).train or load.mesh)
-    if isinstance(config, DPOConfig):
-        if config.ref is None and config.model.use_lora:
-            return load  # the frozen base is the reference model
-        frozen = config.ref or config.model
-        return replace(load, reference=frozen, reference_shape=ModelShape.of(models.get(frozen.path, {})))
-    if not isinstance(config, GRPOConfig):
+    if not isinstance(config, GRPOConfig | DPOConfig):
         return load
-    load = replace(load, batch_tokens=work.tokens, publishes=True)
-    if config.critic is not None:
-        load = replace(load, critic=config.critic, critic_shape=_measure_critic(config.critic, models))
-    reference = find_reference(config)
+    if isinstance(config, GRPOConfig):
+        load = replace(load, batch_tokens=work.tokens, publishes=True)
+        if config.critic is not None:
+            load = replace(load, critic=config.critic, critic_shape=_measure_critic(config.critic, models))
+    reference = find_loaded_reference(config)
     if reference is None:
         return load
     reference_shape = ModelShape.of(models.get(reference.path, {}))

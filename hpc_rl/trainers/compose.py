@@ -20,7 +20,7 @@ from hpc_rl.config.options.experiment import (
     RWConfig,
     SFTConfig,
     count_steps,
-    find_reference,
+    find_loaded_reference,
     has_own_prompts,
 )
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
@@ -138,7 +138,7 @@ def compose_dpo(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose direct preference optimization: supervised training with a frozen reference model."""
     config = start.config
     assert isinstance(config, DPOConfig)
-    section = config.ref or (None if config.model.use_lora else config.model)
+    section = find_loaded_reference(config)
     reference = None if section is None else _make_frozen(start, section)
 
     def make_task(engine: Engine) -> SupervisedTask:
@@ -183,7 +183,7 @@ def _count_prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
 
 def _build_reference(start: TrainerContext, config: GRPOConfig) -> Scorer | None:
     """Return a second, frozen model for the KL terms, or None if they need none. It is never saved."""
-    section = find_reference(config)
+    section = find_loaded_reference(config)
     if section is None:
         return None
     return _make_frozen(start, section)

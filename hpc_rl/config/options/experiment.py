@@ -168,14 +168,17 @@ CONFIGS: dict[str, type] = {
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 
 
-def find_reference(config: GRPOConfig) -> TrainEngineConfig | None:
-    """Return the section of a reference model that is loaded for the KL terms, if any.
+def find_loaded_reference(config: GRPOConfig | DPOConfig) -> TrainEngineConfig | None:
+    """Return the section of a reference model that is loaded beside the policy, if any.
 
     With an adapter, its frozen base is the reference model, unless `ref` names another one.
     """
-    actor, ref = config.actor, config.ref
-    is_base = actor.use_lora and ref is not None and ref.path == actor.path
-    return None if is_base or not (actor.kl_ctl or actor.beta) else ref
+    ref, policy = config.ref, config.actor if isinstance(config, GRPOConfig) else config.model
+    if isinstance(config, GRPOConfig) and not (config.actor.kl_ctl or config.actor.beta):
+        return None
+    if policy.use_lora and (ref is None or ref.path == policy.path):
+        return None
+    return policy if ref is None and isinstance(config, DPOConfig) else ref
 
 
 def has_own_prompts(config: Config) -> bool:

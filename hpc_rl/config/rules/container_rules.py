@@ -126,6 +126,7 @@ def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
         "ref.path",
         "model.path",
         "actor.lora_path",
+        "critic.lora_path",
         "model.lora_path",
     ]
     for name in (*names, "tokenizer_path"):

@@ -7,7 +7,12 @@ from typing import Any
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import find_server_backend, list_given
-from hpc_rl.config.rules.training_rules import find_trained_model, list_models
+from hpc_rl.config.rules.training_rules import (
+    find_reference,
+    find_trained_model,
+    list_models,
+    list_trained_models,
+)
 from hpc_rl.core import adapters
 from hpc_rl.core.adapters import AdapterSettings
 from hpc_rl.core.errors import ConfigError
@@ -49,19 +54,18 @@ def check_adapter(config: Config, explicit: Collection[str]) -> Iterator[Refusal
         if section == "ref" and engine.use_lora:
             why, use = ": the reference model is not trained", "remove it"
             yield Refusal(option="ref.use_lora", value="true", kind=Kind.NO_EFFECT, why=why, use=use)
-    section, engine = find_trained_model(config)
-    if not engine.use_lora:
-        return
-    if engine.init_from_scratch:
-        yield Refusal(
-            option=f"{section}.init_from_scratch",
-            value="true",
-            kind=Kind.CONFLICT,
-            why=f"can't be used with {section}.use_lora: an adapter needs the base that it was trained with",
-            use="give a checkpoint with weights",
-            related=(f"{section}.use_lora",),
-        )
-    if isinstance(config, GRPOConfig):
+    for section, engine in list_trained_models(config):
+        if engine.use_lora and engine.init_from_scratch:
+            yield Refusal(
+                option=f"{section}.init_from_scratch",
+                value="true",
+                kind=Kind.CONFLICT,
+                why=f"can't be used with {section}.use_lora: an adapter needs the base that it was trained "
+                "with",
+                use="give a checkpoint with weights",
+                related=(f"{section}.use_lora",),
+            )
+    if isinstance(config, GRPOConfig) and config.actor.use_lora:
         yield from _check_publication(config)
 
 
@@ -82,18 +86,18 @@ def list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
         given = list_given(config, explicit, tuple(f"{section}.{name}" for name in _OPTIONS))
         if given and not engine.use_lora:
             yield make_idle_note(given, f"{section}.use_lora is false")
-    if not isinstance(config, GRPOConfig) or not config.actor.use_lora or config.ref is None:
-        return
-    if config.ref.path == config.actor.path:
-        why = ": the reference model is the frozen base of actor.use_lora; no second model is loaded"
-        yield make_note("ref", why, related=("actor.use_lora",))
+    section, policy = find_trained_model(config)
+    reference = find_reference(config)
+    if policy.use_lora and reference is not None and reference.path == policy.path:
+        why = f": the reference model is the frozen base of {section}.use_lora; no second model is loaded"
+        yield make_note("ref", why, related=(f"{section}.use_lora",))
 
 
 def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    section, engine = find_trained_model(config)
-    if engine.use_lora:
-        yield from _check_layers(section, engine)
-        yield from _check_start(section, engine)
+    for section, engine in list_trained_models(config):
+        if engine.use_lora:
+            yield from _check_layers(section, engine)
+            yield from _check_start(section, engine)
 
 
 def _check_layers(section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:

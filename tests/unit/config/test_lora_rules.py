@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.load.load import load
-from hpc_rl.config.options.experiment import find_reference
+from hpc_rl.config.options.experiment import find_loaded_reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.adapters import AdapterSettings
 from hpc_rl.core.errors import ConfigError
@@ -75,17 +75,34 @@ def test_an_adapter_to_start_from_must_have_the_trials_rank(tmp_path):
     assert "use_dora: True" in list_refusals(again, f"actor.lora_path={adapter}")["actor.lora_path"]
 
 
-def test_the_base_is_the_reference_model_unless_another_is_named(tmp_path):
-    def load_reference(*options: str):
-        given = [*BASE, "actor.path=/m", "train_dataset.path=/d.jsonl", *options]
-        checked = check(load([], given, profiles=[]), files=False)
-        return find_reference(checked.config), [one.option for one in checked.notes]
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [("actor", ["actor.beta=0.1"]), ("model", ["trainer=dpo", "train_dataset.max_length=64"])],
+)
+def test_the_base_is_the_reference_model_unless_another_is_named(section, options):
+    own = [one for one in BASE if not one.startswith("actor.") or section == "actor"]
 
-    assert load_reference("actor.beta=0.1")[0] is None
-    section, notes = load_reference("actor.beta=0.1", "ref.path=/m")
-    assert section is None and "ref" in notes
-    section, notes = load_reference("actor.beta=0.1", "ref.path=/other")
-    assert section is not None and section.path == "/other" and "ref" not in notes
+    def load_reference(*more: str):
+        given = [*own, f"{section}.path=/m", f"{section}.use_lora=true", "train_dataset.path=/d.jsonl"]
+        checked = check(load([], [*given, *options, *more], profiles=[]), files=False)
+        return find_loaded_reference(checked.config), [one.option for one in checked.notes]
+
+    assert load_reference()[0] is None
+    reference, notes = load_reference("ref.path=/m")
+    assert reference is None and "ref" in notes
+    reference, notes = load_reference("ref.path=/other")
+    assert reference is not None and reference.path == "/other" and "ref" not in notes
+    reference, _ = load_reference(f"{section}.use_lora=false", "ref.path=/m")
+    assert reference is not None and reference.path == "/m"
+
+
+def test_layers_of_a_critic_are_checked(tmp_path):
+    found = list_refusals(
+        tmp_path,
+        *(f"critic.path={tmp_path / 'model'}", "actor.algorithm=ppo", "critic.use_lora=true"),
+        "critic.target_modules=[query]",
+    )
+    assert "no such layers" in found["critic.target_modules"]
 
 
 @pytest.mark.parametrize(
