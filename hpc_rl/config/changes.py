@@ -58,7 +58,7 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
     "train_dataset.num_workers", "train_dataset.curriculum", "train_dataset.pass_band",
     "train_dataset.outside_share", "train_dataset.weight_column", "valid_dataset", "gconfig",
-    "eval_gconfig", "rollout", "model", "ref", "environments", "pools", "teacher", "weights",
+    "eval_gconfig", "rollout", "model", "ref", "environments", "pools", "teacher", "weights", "distillation",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.
@@ -72,6 +72,7 @@ NEW_BATCHES = (
     "rollout.workflow_args",
     "pools",
     "teacher",
+    "distillation",
 )
 REPLAYS = (
     "actor.pad_to_maximum", "actor.attn_impl",

@@ -209,7 +209,8 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
         return
     if own_environment(config, python):
         why = (
-            "rewards, workflow and algorithm are not tried: the job has another environment than this machine"
+            "rewards, workflow and algorithm are not tried, because the job has another environment than this "
+            "machine"
         )
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return

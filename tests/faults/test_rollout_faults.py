@@ -36,7 +36,7 @@ class Killer:
         def loop() -> None:
             while self.count < num_kills and not self._stop.is_set():
                 if chance.random() < 0.75:
-                    wait_until(lambda: b"serving batches" in role.log.read_bytes() or self._stop.is_set())
+                    wait_until(lambda: b"serves batches" in role.log.read_bytes() or self._stop.is_set())
                 self._stop.wait(chance.uniform(0.1, 2.5))
                 role.kill()
                 role.start()
@@ -286,7 +286,7 @@ def test_no_server_means_waiting_not_rejecting(tmp_path):
     client = role.client(poll_s=0.5)
     stopping = threading.Event()
     try:
-        wait_until(lambda: b"serving batches" in role.log.read_bytes())
+        wait_until(lambda: b"serves batches" in role.log.read_bytes())
         threading.Timer(5.0, stopping.set).start()  # several times setup_timeout
         assert client.batch(1, 0, stopping) is None
         wait_until(lambda: client.status()["running"] > 0)

@@ -161,13 +161,15 @@ def test_exports_during_publications_either_succeed_or_are_refused(trial, tmp_pa
     staged = trial.dir / "staged"
     trial.weights.rename(staged)
     trial.weights.mkdir()
-    history, ended = History(trial), threading.Event()
+    history, ended, exported = History(trial), threading.Event(), threading.Event()
 
     def publish_all() -> None:
         for step in range(1, 31):
             (staged / f"0.{step}").rename(trial.published(f"0.{step}"))
             point_to(trial, f"0.{step}")
             history.prune([])
+            if step == 10:  # on a busy machine all versions would be gone before the first export
+                exported.wait(20)
         ended.set()
 
     trainer = threading.Thread(target=publish_all)
@@ -180,6 +182,7 @@ def test_exports_during_publications_either_succeed_or_are_refused(trial, tmp_pa
             if export(trial, "--version", index.version, "--to", there) == 0:
                 assert read_model(there) == as_bytes(weights[index.version])
                 done.add(index.version)
+                exported.set()
     trainer.join()
     assert done
 

@@ -76,7 +76,7 @@ def test_a_section_that_comes_is_one_change():
 def test_a_critic_may_come_and_go_but_not_become_another_model():
     critic = ("critic.path=/c",)
     assert list_changes_between(*critic) == ["critic: null -> {path: /c, ...}  (safe)"]
-    changed = "critic.path: /c -> /other  (unsafe: the checkpoints hold this model)"
+    changed = "critic.path: /c -> /other  (unsafe: the trial's checkpoints hold the model that this option describes)"
     assert list_changes_between("critic.path=/other", before=critic) == [changed]
     options = ["critic.optimizer.lr=1e-6", "critic.warmup_steps=0"]
     assert all("(safe)" in one for one in list_changes_between(*options, before=critic))

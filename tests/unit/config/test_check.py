@@ -450,9 +450,12 @@ def test_a_critic_selects_ppo_and_has_the_layout_of_the_policy():
     for overrides, words in (
         (["actor.algorithm=ppo"], "actor.algorithm ppo needs a section critic"),
         ([*critic, "actor.algorithm=rloo"], "critic has no effect with actor.algorithm rloo"),
-        ([*critic, "critic.is_critic=false"], "critic.is_critic false: a critic has a scalar head"),
+        (
+            [*critic, "critic.is_critic=false"],
+            "critic.is_critic false can't be used, because a critic has one output",
+        ),
         ([*critic, "critic.ppo_n_minibatches=99"], "critic.ppo_n_minibatches 99 must not exceed"),
-        ([*critic, "critic.optimizer=null"], "critic.optimizer null: nothing would be trained"),
+        ([*critic, "critic.optimizer=null"], "critic.optimizer null would train nothing"),
         (
             [*critic, layout[0], "critic.megatron.virtual_pipeline_size=2"],
             "the critic is divided as actor is",
@@ -471,10 +474,13 @@ def test_a_dpo_trial_is_named_by_trainer_or_by_its_rows(named):
     assert (config.ref.path, config.ref.megatron.recompute_num_layers) == ("/r", 2)
     for overrides, words in (
         (["model.is_critic=true"], "model.is_critic true: only a reward model"),
-        (["model.mb_spec.granularity=3"], "would separate chosen from rejected"),
+        (["model.mb_spec.granularity=3"], "would put `chosen` and `rejected` of a pair"),
         (["model.label_smoothing=0.5"], "model.label_smoothing"),
         (["model.loss_type=ipo", "model.label_smoothing=0.1"], "has no effect with model.loss_type ipo"),
-        (["ref.path=/r", "ref.optimizer.lr=1e-3"], "ref.optimizer.lr: the reference model is not trained"),
+        (
+            ["ref.path=/r", "ref.optimizer.lr=1e-3"],
+            "ref.optimizer.lr has no effect, because the reference model is not trained",
+        ),
         (["ref.path=/r", "ref.megatron.ddp.bucket_size=9"], "set model.megatron.ddp.bucket_size"),
     ):
         with pytest.raises(ConfigError, match=words):

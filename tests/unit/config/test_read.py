@@ -22,9 +22,10 @@ from hpc_rl.config import (
 from hpc_rl.config.devices import choose_allocation
 from hpc_rl.config.load import stored
 from hpc_rl.config.load.fields import find_section, list_hints, list_options
+from hpc_rl.config.options.dataset import PromptDatasetConfig
 from hpc_rl.config.options.experiment import CONFIGS, find_last_step, has_own_prompts
 from hpc_rl.config.options.inference import InferenceEngineConfig
-from hpc_rl.config.pool_view import view_pool
+from hpc_rl.config.pool_view import find_teacher_pool, view_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.schedule import (
@@ -70,7 +71,8 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "wandb": {"settings"},
     "swanlab": {"settings"},
     "keep_best": {"keep"},
-    "NAME": {"pool"},
+    "NAME": {"pool", "one"},
+    "distillation": {"section"},
     "teacher": {"_options"},
     "judge": {"_options"},
     "": {"config"},
@@ -101,7 +103,10 @@ def list_own_options(row: AlgorithmRow) -> list[str]:
 READERS = (  # what roles and the plan read through
     *(
         find_last_step,
+        find_teacher_pool,
         has_own_prompts,
+        PromptDatasetConfig.parts.fget,
+        PromptDatasetConfig.shares.fget,
         count_warmup,
         compute_learning_rate,
         count_updates_per_step,
@@ -113,7 +118,7 @@ READERS = (  # what roles and the plan read through
 )
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
 BY_NAME = {
-    r"actor\.(\w+)": {name for row in ALGORITHMS.values() for name in list_own_options(row)},
+    r"(?:actor|distillation)\.(\w+)": {name for row in ALGORITHMS.values() for name in list_own_options(row)},
     r"teacher\.templates\.(\w+)": VARIABLES,
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.(\w+)": stored.VARIABLES,

@@ -89,7 +89,7 @@ async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp
         trial_name="t",
         train_dataset=DatasetConfig(path="", batch_size=3),
         gconfig=GenerationHyperparameters(n_samples=8, temperature=1.0),
-        actor=PPOActorConfig(path=str(served.model), ppo_n_minibatches=1),
+        actor=PPOActorConfig(path=str(served.model), ppo_n_minibatches=1, kl_ctl=0),
     )
     run = make_run(tmp_path, config, engine)
     recipe = GRPO(run, None, None, num_prompts=100)
