@@ -208,10 +208,8 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
     if not isinstance(config, GRPOConfig) or not _is_own_code(config):
         return
     if own_environment(config, python):
-        why = (
-            "rewards, workflow and algorithm are not tried, because the job has another environment than this "
-            "machine"
-        )
+        why = "rewards, workflow and algorithm are not tried, because the job has another environment than "
+        why += "this machine"
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return
     num_tries = 1 + len(config.rollout.reward_functions)

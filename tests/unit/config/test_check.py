@@ -458,7 +458,7 @@ def test_a_critic_selects_ppo_and_has_the_layout_of_the_policy():
         ([*critic, "critic.optimizer=null"], "critic.optimizer null would train nothing"),
         (
             [*critic, layout[0], "critic.megatron.virtual_pipeline_size=2"],
-            "the critic is divided as actor is",
+            "the critic is divided among the ranks as actor is",
         ),
     ):
         with pytest.raises(ConfigError, match=words):
