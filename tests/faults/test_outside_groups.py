@@ -135,7 +135,7 @@ def test_no_group_is_lost_or_counts_twice(tmp_path, order):
                 assert not failures, failures
             threading.Timer(chance.uniform(0, 0.1), role.kill_behind_front).start()
             # kills come while batches are cut and while groups are taken
-            wait_until(lambda kills=kills: role.log.read_bytes().count(b"ended by signal 9") == kills)
+            wait_until(lambda kills=kills: role.log.read_bytes().count(b"killed by signal 9") == kills)
     finally:
         for feeder in feeders:
             feeder.stopping = True

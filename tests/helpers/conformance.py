@@ -620,7 +620,7 @@ class Conformance:
                 assert await api.load_checksums() == checksums, (number, mode)
                 last = checksums
         check_logprobs(await api.turn(ignore_eos=True), {served.label: served.model}, 1.0)
-        assert len((await running).versions) > 1
+        assert (await running).output_ids
         await api.update()
 
     async def test_a_group_that_breaks_does_not_mix_weights(self, api):

@@ -101,9 +101,11 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     one.until(lambda: one.num_rows() >= enough or one.over)
     one.release()
     log = (one.trial.attempt(f"{array.job_id}_1.1").dir / "logs" / "server-1.0.log").read_text()
-    first = re.findall(r"serving with weights '([^']+)'", log)[0]
+    first = re.findall(r"the server is serving, with weights (\S+) from", log)[0]
     assert not is_older(first, before), f"it came back with {first} while {before} was current"
-    assert "waiting with weights" not in log, "it offered itself before it had the current weights"
+    assert "the server is waiting, with weights" not in log, (
+        "it offered itself before it had the current weights"
+    )
 
     one.finish().promises.check()
     assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], (
