@@ -60,14 +60,14 @@ async def test_weights_that_may_be_a_mixture_are_loaded_whole(site, tmp_path, ca
     )  # a bucket of a version that was never complete
     await update(site)
     assert engine.model.compute_checksums() == Model(str(tmp_path / "after"), "float32").compute_checksums()
-    assert "loaded from changes" not in caplog.text
+    assert "from changes since" not in caplog.text
 
 
 async def test_changes_of_another_base_are_loaded_whole(site, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     site.backend.engine.version = "0.0"
     await update(site)
-    assert "loaded from changes" not in caplog.text
+    assert "from changes since" not in caplog.text
 
 
 def test_a_version_with_all_values_and_a_damaged_one_have_no_changes(tmp_path, caplog):
