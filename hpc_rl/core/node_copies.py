@@ -188,7 +188,9 @@ def _copy(source: Path, files: _Files, place: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     seconds = time.monotonic() - start
-    logger.info("copied %s to %s: %.3f GB in %.1f s", source, place / source.name, num_bytes / 1e9, seconds)
+    logger.info(
+        "this node copied %s to %s: %.3f GB in %.1f s", source, place / source.name, num_bytes / 1e9, seconds
+    )
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:

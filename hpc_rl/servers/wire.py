@@ -90,7 +90,9 @@ def parse_given(body: dict[str, Any]) -> tuple[list[GivenTokens], int]:
         if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
             raise RequestRefused("input_ids must be lists of integers of at least 0, none of them empty")
         if type(start) is not int or not 1 <= start < len(ids):
-            raise RequestRefused(f"starts must be from 1 to the last token, got {start!r:.80}")
+            raise RequestRefused(
+                f"each of `starts` must be a position in its input, at least 1, got {start!r:.80}"
+            )
     return [GivenTokens(ids, start) for ids, start in zip(inputs, starts, strict=True)], top_k
 
 

@@ -40,7 +40,7 @@ def export(trial: Trial, step: int, out: Path, merge: bool) -> None:
     files = {file.name: file for file in checked.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
     if merge and not model.use_lora:
-        raise ConfigError(f"--merge: {trial} trains no adapter; omit it")
+        raise ConfigError(f"{trial} trains no adapter, so there is nothing to merge: omit --merge")
     num_ranks, tokenizer = checked.manifest.num_ranks, find_tokenizer_folder(config)
     export_state(model, config.seed, folder, num_ranks, files, out, tokenizer, merge=merge)
     critic = config.critic if isinstance(config, GRPOConfig) else None

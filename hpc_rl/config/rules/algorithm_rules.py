@@ -94,7 +94,7 @@ def check_correction(config: GRPOConfig, explicit: Collection[str]) -> Iterator[
     excludes = correction is not None and correction.mode != "truncate"
     if actor.prox_logp_method == "loglinear" and (excludes or actor.m2_threshold is not None):
         other = f"{name}.mode" if excludes else "actor.m2_threshold"
-        why = f"can't be used with {other}: the tokens to leave out are counted before the update"
+        why = f"can't be used with {other}, which must choose the tokens to leave out before the update"
         use = "use recompute, or rollout_correction.mode truncate"
         yield Refusal(
             option=method, value="loglinear", kind=Kind.CONFLICT, why=why, use=use, related=(other,)
@@ -106,7 +106,7 @@ def check_entropy(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     if aent is None:
         return
     if config.actor.entropy_coeff:
-        why, use = f"can't be used with {name}", f"use {name}.entropy_coeff"
+        why, use = f"can't be used with {name}, which has its own coefficient", f"set {name}.entropy_coeff"
         option = "actor.entropy_coeff"
         yield Refusal(option=option, kind=Kind.CONFLICT, why=why, use=use, related=(f"{name}.entropy_coeff",))
     adapts = [f"{name}.{field.name}" for field in fields(aent) if field.name.startswith(_OF_CONTROLLER)]
@@ -115,7 +115,7 @@ def check_entropy(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         yield Refusal(option=idle[0], kind=Kind.NO_EFFECT, why=why, related=(f"{name}.adaptive_coeff",))
     train = find_train(config)
     if aent.entropy_clamp and train is not None and train.t > 1:
-        option, why = f"{name}.entropy_clamp", "needs the whole vocabulary on each rank"
+        option, why = f"{name}.entropy_clamp", "can't be used, because t divides the vocabulary among ranks"
         use = "use t1 for the trainer in allocation_mode, or entropy_clamp 0"
         related = ("allocation_mode",)
         yield Refusal(
