@@ -241,9 +241,7 @@ class SGLangBackend:
             "logprob_start_len": [one.start - 1 for one in inputs],
             "top_logprobs_num": [top_k] * len(inputs),
         }
-        if self._newest:
-            asked["lora_path"] = name_adapter(self._newest)
-        status, answer = await self.process.request("/generate", asked)
+        status, answer = await self.request("/generate", asked)  # by the newest adapter, if there is one
         if status != 200:
             return status, answer
         metas = [one["meta_info"] for one in answer]

@@ -366,12 +366,14 @@ class VLLMBackend:
         return failed or (200, [answer for _, answer in answers])
 
     async def _score_given(self, given: GivenTokens, top_k: int) -> Answer:
+        label = self._label
         body = {
             "token_ids": given.ids,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": top_k, "detokenize": False},
-            **self._choose_weights(self._label),
+            **self._choose_weights(label),
         }
-        status, answer = await self.process.request("/inference/v1/generate", body)
+        with self._adapters.use(label):
+            status, answer = await self.process.request("/inference/v1/generate", body)
         return status, take_given(answer["prompt_logprobs"], given, top_k) if status == 200 else answer
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:

@@ -6,12 +6,14 @@ from pathlib import Path
 import peft
 import plain_lora
 import plain_training
+import pytest
 import torch
-from conformance import PROMPT, Api, ServedReplica, check_logprobs
+from conformance import PROMPT, Api, ServedReplica, check_logprobs, forward_logprobs
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.servers.client import GenerateRequest
 
 
 def make_actor(model: Path) -> PPOActorConfig:
@@ -64,6 +66,9 @@ async def check_adapters(served: ServedReplica, api: Api, folder: Path, long: di
 
     for _ in range(3):  # older versions are unloaded
         await api.update()
+    (scored,) = await api.client.logprobs_many([GenerateRequest(turn.output_ids, {}, "", "0.6")], [1])
+    expected = forward_logprobs(paths["0.6"], turn.output_ids[:1], turn.output_ids[1:], 1.0)
+    assert scored.logprobs == pytest.approx(expected, abs=1e-3)
     body = {"input_ids": PROMPT, "sampling_params": short, "return_logprob": True}
     status, answer = await api.post("/generate", {**body, "sampling_params": {**short, "n": 2}})
     assert status == 200
