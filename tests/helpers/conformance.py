@@ -56,9 +56,8 @@ from hpc_rl.weight_files.model_copy import ModelCopy
 
 PROMPT = [4, 13, 5, 13, 6, 14]
 LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
-LOGPROB_TOLERANCE = (
-    5e-4  # other weights differ by more than 0.01; sums of float32 over 3,500 tokens by 1.1e-4
-)
+LOGPROB_TOLERANCE = 1e-4
+MANY_TOKENS, LONG_TOLERANCE = 1000, 5e-4  # sums of float32 over 3,500 tokens differ by 1.1e-4
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -328,7 +327,8 @@ def check_logprobs(
     for label, start, end in turn.versions:
         wanted = forward_logprobs(paths[label], prompt, turn.output_ids, temperature)[start:end]
         worst = max(abs(a - b) for a, b in zip(wanted, turn.output_logprobs[start:end], strict=True))
-        assert worst < LOGPROB_TOLERANCE, f"{label}: {worst}"
+        tolerance = LOGPROB_TOLERANCE if end < MANY_TOKENS else LONG_TOLERANCE
+        assert worst < tolerance, f"{label}: {worst}"
 
 
 TRUNCATED = [{"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 4}]

@@ -112,7 +112,7 @@ def check(model: Path, adapter: Path, trained: plain_training.Trained, out: Path
     for name, values in (("loss", trained.losses), ("grad_norm", trained.grad_norms)):
         found = [numbers[name] for numbers in answers[0]["numbers"]]
         np.testing.assert_allclose(found[0], values[0], rtol=1e-5)
-        np.testing.assert_allclose(found, values, rtol=1e-3)  # Adam's first steps amplify rounding
+        np.testing.assert_allclose(found, values, rtol=5e-4)  # Adam's first steps amplify rounding
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
     for key, expected in (("logprobs", trained.logprobs), ("base", list_logprobs(base))):
         _check_rows(answers, key, expected)
