@@ -65,7 +65,7 @@ def test_their_prompts_are_rejected_and_the_others_make_batches(tmp_path):
         for number, reason in found.items():
             assert f"prompt {number} is rejected, {reason}" in log
         assert log.count("Traceback (most recent call last)") == 1
-        assert "first KeyError (hostile.py:19, in score)" in log
+        assert "for the first time in this way: KeyError (hostile.py:19, in score)" in log
         assert role.log.stat().st_size < 6 << 20 and "more output than the log takes is left out" in log
     finally:
         assert role.stop() in (0, 75)
@@ -108,7 +108,7 @@ def test_a_workflow_that_blocks_its_event_loop_is_reported_with_its_place(tmp_pa
         wait_until(asks)
         assert [*blocked()] == ["blocking.py:9, in wait_for"]
         log = role.log.read_text()
-        assert "blocking.py:9, in wait_for blocks the event loop" in log and ", line 4, in run" in log
+        assert "blocking.py:9, in wait_for blocks this rollout worker" in log and ", line 4, in run" in log
         (tmp_path / "release").touch()
         wait_until(lambda: not blocked())
     finally:

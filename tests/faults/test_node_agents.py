@@ -88,8 +88,14 @@ def test_a_killed_replica_is_started_again_alone_by_the_same_agent(fake):
     fake.begin({})
     before = fake.replicas()
     fake.kill("server", 1)
-    fake.until(lambda: len(fake.replicas()) == 4 and fake.replicas().get(1) != before[1])
-    after = fake.replicas()
+    after = {}
+
+    def restarted() -> bool:
+        nonlocal after
+        after = fake.replicas()
+        return len(after) == 4 and after[1] != before[1]
+
+    fake.until(restarted)
     assert [index for index in range(4) if after[index] != before[index]] == [1]
     [row] = fake.events("exited", "server")
     assert (row["index"], row["code"]) == (1, 137)

@@ -18,7 +18,7 @@ from hpc_rl.servers.client import GenerateRequest
 
 def make_actor(model: Path) -> PPOActorConfig:
     """Return the options of the policy whose adapters the suite publishes."""
-    return PPOActorConfig(path=str(model), **plain_lora.OPTIONS)
+    return PPOActorConfig(path=str(model), **plain_lora.ADAPTER)
 
 
 def make_adapters(model: Path, folder: Path) -> tuple[list[Path], list[Path]]:

@@ -14,7 +14,9 @@ from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
-OPTIONS = {"use_lora": True, "lora_rank": 3, "lora_alpha": 12, "target_modules": ["all-linear"]}
+ADAPTER = {"use_lora": True, "lora_rank": 3, "lora_alpha": 12, "target_modules": ["all-linear"]}
+EPS = 1e-4  # of Adam: with a smaller one, the rounding of gradients near 0 changes whole updates
+OPTIONS = {**ADAPTER, "eps": EPS}
 NUM_STEPS = 4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -47,7 +49,7 @@ def plain(model: Path, adapter: Path) -> plain_training.Trained:
     """Train an adapter by peft and torch, one row at a time."""
     adapted = load(model, adapter, trainable=True)
     trained = {name: one for name, one in adapted.named_parameters() if one.requires_grad}
-    adam = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    adam = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=EPS, weight_decay=0.01)
     adapted.train()
     result = plain_training.Trained([], [], [], {}, {})
     result.logprobs = list_logprobs(adapted)
@@ -112,14 +114,14 @@ def check(model: Path, adapter: Path, trained: plain_training.Trained, out: Path
     for name, values in (("loss", trained.losses), ("grad_norm", trained.grad_norms)):
         found = [numbers[name] for numbers in answers[0]["numbers"]]
         np.testing.assert_allclose(found[0], values[0], rtol=1e-5)
-        np.testing.assert_allclose(found, values, rtol=5e-4)  # Adam's first steps amplify rounding
+        np.testing.assert_allclose(found, values, rtol=1e-4)
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
     for key, expected in (("logprobs", trained.logprobs), ("base", list_logprobs(base))):
         _check_rows(answers, key, expected)
     exported = load_file(out / "exported" / "adapter_model.safetensors")
     assert exported.keys() == trained.weights.keys()
     for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, trained.weights[name], atol=3e-5, rtol=1e-5)
+        torch.testing.assert_close(tensor, trained.weights[name], atol=2e-6, rtol=1e-5)
     after = load(model, out / "exported")
     for one, other in zip(list_logprobs(after), list_logprobs(_make_trained(model, trained)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -56,7 +56,6 @@ OPTIMIZER = {
     "weight_decay": 0.01,
     "beta1": 0.9,
     "beta2": 0.95,
-    "eps": 1e-8,
     "gradient_clipping": 1.0,
 }
 
@@ -135,9 +134,11 @@ def logprobs_of(model: torch.nn.Module, ids: np.ndarray) -> torch.Tensor:
     return torch.cat([torch.zeros(1), found])
 
 
-def config_of(folder: Path, **options: object) -> TrainEngineConfig:
+def config_of(folder: Path, eps: float = 1e-8, **options: object) -> TrainEngineConfig:
     defaults = {"attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False}
-    optimizer = OptimizerConfig(**OPTIMIZER, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+    optimizer = OptimizerConfig(
+        **OPTIMIZER, eps=eps, lr_scheduler_type="constant", warmup_steps_proportion=0.0
+    )
     return TrainEngineConfig(path=str(folder), optimizer=optimizer, **{**defaults, **options})
 
 

@@ -86,5 +86,5 @@ def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):
         check=False,
     )
     assert done.returncode == 64
-    assert "launcher.slurm.container_program no-apptainer is not an executable program here" in done.stderr
+    assert "launcher.slurm.container_program no-apptainer is not an executable program on" in done.stderr
     assert not (tmp_path / "quickstart" / "runs").exists()

@@ -131,7 +131,7 @@ class Mistake:
 TRIES = {
     "first": (
         Mistake("day.yaml", "keep_samples", "keep_sample", ("day.yaml:LINE", "evaluator.keep_samples")),
-        Mistake("day.yaml", "eps_clip: 0.2", "eps_clip: -0.2", ("day.yaml:LINE", "above 0 and below 1")),
+        Mistake("day.yaml", "eps_clip: 0.2", "eps_clip: -0.2", ("day.yaml:LINE", "at least 0 and at most 1")),
         Mistake("day.yaml", "n_samples: 8", "n_samples: 1", ("day.yaml:LINE", "use at least 2")),
         Mistake("day.yaml", "path: model", "path: Qwen/Qwen3-0.6B", ("day.yaml:LINE", "hf download Qwen")),
         Mistake("day.yaml", "train.jsonl", "trian.jsonl", ("day.yaml:LINE", "does not exist")),

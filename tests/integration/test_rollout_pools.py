@@ -175,7 +175,7 @@ def test_a_teacher_a_frozen_student_and_a_judge_elsewhere(tmp_path, judge):
         assert {temperature for _, temperature in judge.asked} == {0.0, 1.0}
         assert all(text.startswith(tuple("0123456789")) and text.count("|") == 2 for text, _ in judge.asked)
         log = role.log.read_text()
-        assert "probe:\n" in log and "judge at temperature 1, score 0.5" in log and KEY not in log
+        assert "probe:\n" in log and "the judge at temperature 1 gave the score 0.5" in log and KEY not in log
         client.close()
         assert role.stop() == ExitCode.STOPPED
     finally:

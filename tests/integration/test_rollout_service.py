@@ -199,7 +199,7 @@ def test_user_code_that_cannot_be_loaded_is_a_bad_configuration(run, tmp_path, n
     with role.process.stdin:
         assert role.process.wait(90) == ExitCode.BAD_CONFIG, role.log.read_text()
     said = role.log.read_text()
-    assert words in said and "executor worker 0 exited" not in said
+    assert words in said and "rollout worker 0 exited" not in said
     record = load_json(trial.attempt("1.0").exit_record("rollout", 0, 0, 0))
     assert record["class"] == "user" and record["final"] and words in record["reason"]
 

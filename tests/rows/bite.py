@@ -41,6 +41,7 @@ from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, select_rows
 import hpc_rl
 from hpc_rl.config.compat import atlas
 from hpc_rl.config.load.fields import find_section, list_hints, list_options
+from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 
 FOLDER = Path(__file__).resolve().parent
@@ -67,7 +68,8 @@ def target_of(row: Row) -> tuple[Callable[..., None], tuple]:
     *sections, leaf = row.option.split(".")
     for section in sections:
         cls = find_section(list_hints(cls)[section]) or cls
-    return disconnect, (cls, leaf, issubclass(cls, TrainEngineConfig))  # engines do not tell models apart
+    # engines do not tell models apart, nor readers of rows data sets
+    return disconnect, (cls, leaf, issubclass(cls, TrainEngineConfig | DatasetConfig))
 
 
 def disconnect_name(name: str) -> None:

@@ -9,6 +9,7 @@ from hpc_rl.config.environment_file import make_environment_settings
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.trial import Trial
+from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.order import locate
 from hpc_rl.examples.toy import ALPHABET, make_tokenizer
@@ -111,7 +112,7 @@ def test_a_server_has_the_setup_time_to_start():
     assert backend.process.ready_timeout_s == 77
 
 
-def rollout_prompts(tmp_path: Path, *overrides: str) -> tuple[Prompts, Prompts | None]:
+def rollout_prompts(tmp_path: Path, *overrides: str) -> tuple[Curriculum, Prompts | None]:
     """What the rollout role opens of two files, with the tokenizer of the model or another one."""
     for name, alphabet in (("model", ALPHABET), ("other", ALPHABET[::-1])):
         make_tokenizer(alphabet).save_pretrained(tmp_path / name)
@@ -127,7 +128,8 @@ def test_the_rollout_role_orders_prompts_by_the_seed(tmp_path):
     for seed in (5, 6):
         prompts, held_out = rollout_prompts(tmp_path, f"seed={seed}")
         order = [locate(index, seed, 8, True)[1] for index in range(8)]
-        assert [prompts.at(index).columns["prompt"] for index in range(8)] == [f"{10 + i}" for i in order]
+        drawn = [prompts.get(prompts.draw(index, {}, {})) for index in range(8)]
+        assert [prompt.columns["prompt"] for prompt in drawn] == [f"{10 + i}" for i in order]
         assert held_out is not None and held_out.in_file_order(1).columns["prompt"] == "51"
     # an environment brings its own prompts
     prompts, held_out = rollout_prompts(tmp_path, "environments={}", "total_train_steps=3")
@@ -136,10 +138,11 @@ def test_the_rollout_role_orders_prompts_by_the_seed(tmp_path):
 
 
 def test_the_rollout_role_takes_the_tokenizer_of_another_folder(tmp_path):
-    own, other = (
+    all_prompts = (
         rollout_prompts(tmp_path, f"tokenizer_path={path}")[0] for path in ("''", f"{tmp_path}/other")
     )
-    assert own.at(0).columns == other.at(0).columns and own.at(0).input_ids != other.at(0).input_ids
+    own, other = (prompts.get(prompts.draw(0, {}, {})) for prompts in all_prompts)
+    assert own.columns == other.columns and own.input_ids != other.input_ids
 
 
 def test_an_environment_is_told_of_the_tokenizer_of_another_folder():
