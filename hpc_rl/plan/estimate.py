@@ -41,7 +41,9 @@ from hpc_rl.plan.memory import (
     count_published,
     count_trained,
     estimate_rank_memory,
+    limit_critic_tokens,
     limit_tokens,
+    make_critic_load,
 )
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.plan.train_mesh import find_remainders
@@ -412,54 +414,89 @@ def _find_gpu_problems(section: str, found: Estimate) -> Iterator[Refusal]:
 
 
 def _limit_to_certain(found: Estimate) -> RankLoad:
-    """Return the certain load: a micro-batch of one row if nothing limits it."""
-    load = found.load
-    if load.engine.mb_spec.max_tokens_per_mb:
-        return load
-    return limit_tokens(load, found.work.longest * found.work.together)
+    """Return the certain load: micro-batches of one row if nothing limits them."""
+    load, row = found.load, found.work.longest * found.work.together
+    if (
+        load.critic_shape is not None
+        and load.critic is not None
+        and not load.critic.mb_spec.max_tokens_per_mb
+    ):
+        load = limit_critic_tokens(load, row)
+    return load if load.engine.mb_spec.max_tokens_per_mb else limit_tokens(load, row)
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """The model whose options the remedies change: the one that needs more memory."""
+
+    section: str
+    is_critic: bool = False
+
+    @classmethod
+    def choose(cls, section: str, load: RankLoad) -> _Changed:
+        if load.critic_shape is None:
+            return cls(section)
+        policy = estimate_rank_memory(replace(load, critic=None))
+        larger = estimate_rank_memory(make_critic_load(load)).device_bytes > policy.device_bytes
+        return cls("critic", True) if larger else cls(section)
+
+    def get_engine(self, load: RankLoad) -> TrainEngineConfig:
+        return load.critic if self.is_critic and load.critic is not None else load.engine
+
+    def replace_engine(self, load: RankLoad, engine: TrainEngineConfig) -> RankLoad:
+        return replace(load, critic=engine) if self.is_critic else replace(load, engine=engine)
+
+    def count_tokens(self, load: RankLoad) -> int:
+        return make_critic_load(load).tokens if self.is_critic else load.tokens
+
+    def limit_tokens(self, load: RankLoad, tokens: int) -> RankLoad:
+        return limit_critic_tokens(load, tokens) if self.is_critic else limit_tokens(load, tokens)
 
 
 def _find_remedies(section: str, found: Estimate, size: int) -> Iterator[str]:
     """Yield changes that fit, each alone or together with a smaller token budget."""
     load = found.load
+    model = _Changed.choose(section, load)
     shortest = max(1024, found.work.longest * found.work.together)
-    budget = f"{section}.mb_spec.max_tokens_per_mb"
-    if not load.engine.gradient_checkpointing:
-        again = replace(load, engine=replace(load.engine, gradient_checkpointing=True))
+    budget = f"{model.section}.mb_spec.max_tokens_per_mb"
+    if not model.get_engine(load).gradient_checkpointing:
+        again = model.replace_engine(load, replace(model.get_engine(load), gradient_checkpointing=True))
         if _can_fit(again, size):
-            yield f"{section}.gradient_checkpointing true"
-    if tokens := _find_most_tokens(load, shortest, size):
+            yield f"{model.section}.gradient_checkpointing true"
+    if tokens := _find_most_tokens(model, load, shortest, size):
         yield f"{budget} {tokens} or less"
-    for words, changed in _find_larger(section, found, shortest, size):
+    for words, changed in _find_larger(model, found, shortest, size):
         if _can_fit(changed, size):
             yield words
-        elif tokens := _find_most_tokens(changed, shortest, size):
+        elif tokens := _find_most_tokens(model, changed, shortest, size):
             yield f"{words} with {budget} {tokens} or less"
 
 
-def _find_larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator[tuple[str, RankLoad]]:
+def _find_larger(
+    model: _Changed, found: Estimate, shortest: int, size: int
+) -> Iterator[tuple[str, RankLoad]]:
     """Yield (words, load) for other meshes, more ranks, and offloading.
 
     For more ranks these are the fewest that fit with a smaller token budget, and the fewest that fit without.
     """
     load, work, per_node = found.load, found.work, found.ranks_per_node
     divided = (_apply_mesh(load, work, mesh) for mesh in _list_meshes(found, found.ranks))
-    if other := next((one for one in divided if _can_fit(limit_tokens(one, shortest), size)), None):
+    if other := next((one for one in divided if _can_fit(model.limit_tokens(one, shortest), size)), None):
         yield str(other.mesh), other
     step = load.mesh.units_per_replica
     most = min(MAX_RANKS, work.rows_per_update * step)
     candidates = [ranks for ranks in range(found.ranks + per_node, most + 1, per_node) if ranks % step == 0]
     more = [_apply_mesh(load, work, replace(load.mesh, d=ranks // step)) for ranks in candidates]
-    fewest = next((one for one in more if _can_fit(limit_tokens(one, shortest), size)), None)
+    fewest = next((one for one in more if _can_fit(model.limit_tokens(one, shortest), size)), None)
     enough = next((one for one in more if _can_fit(one, size)), None)
     if fewest is None and other is None:
         several = (
             _apply_mesh(load, work, mesh) for ranks in candidates for mesh in _list_meshes(found, ranks)
         )
-        fewest = next((one for one in several if _can_fit(limit_tokens(one, shortest), size)), None)
+        fewest = next((one for one in several if _can_fit(model.limit_tokens(one, shortest), size)), None)
     for mesh, one in {one.mesh: one for one in (fewest, enough) if one}.items():
         yield f"{mesh} or more ranks", one
-    engine = load.engine
+    engine = model.get_engine(load)
     if load.is_megatron or engine.fsdp.offload_params or (optimizer := engine.optimizer) is None:
         return
     moves = {
@@ -474,9 +511,9 @@ def _find_larger(section: str, found: Estimate, shortest: int, size: int) -> Ite
     if not engine.gradient_checkpointing or engine.fsdp.offload_activations:
         del moves["fsdp.offload_activations"]
     for option, changed in moves.items():
-        moved = replace(load, engine=changed)
+        moved = model.replace_engine(load, changed)
         needed = _count_needed_mb(replace(found, load=moved, trainer=estimate_rank_memory(moved)))
-        yield f"{section}.{option} true (launcher.trainer_mem_per_gpu {needed})", moved
+        yield f"{model.section}.{option} true (launcher.trainer_mem_per_gpu {needed})", moved
 
 
 def _list_meshes(found: Estimate, ranks: int) -> Iterator[Train]:
@@ -500,10 +537,10 @@ def _can_fit(load: RankLoad, size: int) -> bool:
     return estimate_rank_memory(load).device_bytes <= size
 
 
-def _find_most_tokens(load: RankLoad, shortest: int, size: int) -> int | None:
+def _find_most_tokens(model: _Changed, load: RankLoad, shortest: int, size: int) -> int | None:
     """Return the largest token budget, a multiple of 1024, that fits and holds the longest row."""
-    budgets = range(load.tokens // 1024 * 1024, shortest - 1, -1024)
-    return next((tokens for tokens in budgets if _can_fit(limit_tokens(load, tokens), size)), None)
+    budgets = range(model.count_tokens(load) // 1024 * 1024, shortest - 1, -1024)
+    return next((tokens for tokens in budgets if _can_fit(model.limit_tokens(load, tokens), size)), None)
 
 
 def _count_needed_mb(found: Estimate) -> int:

@@ -356,11 +356,13 @@ def estimate_rank_memory(load: RankLoad) -> RankMemory:
     found = RankMemory(_count_standing(load), moments, _count_host(load), first)
     if load.critic is None or load.critic_shape is None:
         return found
-    return _add_critic(found, estimate_rank_memory(_make_critic_load(load, load.critic, load.critic_shape)))
+    return _add_critic(found, estimate_rank_memory(make_critic_load(load)))
 
 
-def _make_critic_load(load: RankLoad, critic: TrainEngineConfig, shape: ModelShape) -> RankLoad:
+def make_critic_load(load: RankLoad) -> RankLoad:
     """Return the work of a rank on the critic, which reads the same rows as the policy."""
+    critic, shape = load.critic, load.critic_shape
+    assert critic is not None and shape is not None
     all_tokens = load.tokens * load.micro_batches
     budget = critic.mb_spec.max_tokens_per_mb or all_tokens
     tokens = budget if critic.pad_to_maximum else min(budget, all_tokens)
@@ -391,8 +393,16 @@ def _add_critic(policy: RankMemory, critic: RankMemory) -> RankMemory:
 
 
 def limit_tokens(load: RankLoad, tokens: int) -> RankLoad:
-    """Return the load with a smaller limit of tokens in a micro-batch."""
-    return replace(load, tokens=min(load.tokens, tokens))
+    """Return the load with a smaller limit of tokens in a micro-batch, and the same work."""
+    tokens = min(load.tokens, tokens)
+    return replace(load, tokens=tokens, micro_batches=-(-load.tokens * load.micro_batches // tokens))
+
+
+def limit_critic_tokens(load: RankLoad, tokens: int) -> RankLoad:
+    """Return the load with a smaller limit of tokens in a micro-batch of the critic."""
+    assert load.critic is not None
+    spec = replace(load.critic.mb_spec, max_tokens_per_mb=min(make_critic_load(load).tokens, tokens))
+    return replace(load, critic=replace(load.critic, mb_spec=spec))
 
 
 def _count_standing(load: RankLoad) -> Items:

@@ -309,6 +309,29 @@ def test_a_critic_has_parameters_gradients_moments_and_a_backward_pass_of_its_ow
     assert both.disk.weights == alone.disk.weights
 
 
+def test_a_critic_that_is_too_large_is_changed_by_its_own_options():
+    of_critic = ["cluster.gpu_mem_gb=80", "critic.path=/r", "launcher.trainer_mem_per_gpu=600000"]
+    [problem] = map(str, estimate_grpo(QWEN3_8B, *of_critic, reference=QWEN3_32B).problems)
+    ways = problem.partition("What fits: ")[2]
+    assert "critic.fsdp.offload_params true (launcher.trainer_mem_per_gpu " in ways
+    assert "actor." not in ways
+    offloaded = "critic.fsdp.offload_params=true"
+    assert not estimate_grpo(QWEN3_8B, *of_critic, offloaded, reference=QWEN3_32B).problems
+    # the policy is the larger one
+    [problem] = map(str, estimate_grpo(QWEN3_32B, *of_critic, reference=QWEN3_8B).problems)
+    assert "actor.fsdp.offload_params true" in problem and "critic.fsdp" not in problem
+
+
+def test_a_smaller_budget_of_the_critic_is_named_if_it_fits():
+    policy = ["actor.mb_spec.max_tokens_per_mb=8192", "critic.path=/r", "cluster.gpu_mem_gb=80"]
+    wide = [*policy, "critic.mb_spec.max_tokens_per_mb=262144", "cluster.n_nodes=2"]
+    [problem] = map(str, estimate_grpo(QWEN3_8B, *wide, reference=QWEN3_8B).problems)
+    tokens = int(problem.partition("critic.mb_spec.max_tokens_per_mb ")[2].split()[0])
+    for budget, fits in ((tokens, True), (tokens + 1024, False)):
+        changed = [*policy, f"critic.mb_spec.max_tokens_per_mb={budget}", "cluster.n_nodes=2"]
+        assert bool(estimate_grpo(QWEN3_8B, *changed, reference=QWEN3_8B).problems) is not fits
+
+
 def test_rl_has_servers_a_reference_and_a_batch_log():
     ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
     found = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)
