@@ -349,7 +349,7 @@ class Subject:
     def disk(self) -> dict[str, Any]:
         folder = self.options.folder / "export"
         begin = time.perf_counter()
-        self.engine.export(folder, durable=False)
+        self.engine.export(folder)
         row: dict[str, Any] = {"blocked_s": time.perf_counter() - begin}
         if self.servers:
             self.servers.send("load", str(folder))

@@ -173,8 +173,8 @@ class Engine(Protocol):
         Not collective. Raises OSError.
         """
 
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        """Write a whole Hugging Face checkpoint: safetensors, config, tokenizer files; fsynced if durable.
+    def export(self, folder: Path, tokenizer: Path | None = None) -> None:
+        """Write and fsync a whole Hugging Face checkpoint: safetensors, config, tokenizer files.
 
         Of an adapter, write peft's files and those of the tokenizer. Rank 0 writes.
         """

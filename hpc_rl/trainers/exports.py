@@ -96,9 +96,7 @@ class WeightWriter:
     on_wait: Callable[[], None] = lambda: None  # called before each retry
     critic: Engine | None = None  # written to the folder `critic` within
 
-    def write(
-        self, what: str, folder: Path, finish: Callable[[], object], durable: bool, patient: bool = True
-    ) -> bool:
+    def write(self, what: str, folder: Path, finish: Callable[[], object], patient: bool = True) -> bool:
         """Write the weights to a hidden folder next to `folder`, then call `finish` on rank 0. Collective.
 
         On a full disk, waits for space if `patient`. Returns False if nothing was written because of a full
@@ -107,11 +105,11 @@ class WeightWriter:
         first, temporary = self.ranks.rank == 0, make_hidden_path(folder)
 
         def export() -> None:
-            self.engine.export(temporary, self.tokenizer, durable=durable)
+            self.engine.export(temporary, self.tokenizer)
             if self.critic is not None:
                 if first:
                     (temporary / CRITIC).mkdir()
-                self.critic.export(temporary / CRITIC, self.tokenizer, durable=durable)
+                self.critic.export(temporary / CRITIC, self.tokenizer)
             if first:
                 finish()
 
@@ -286,7 +284,7 @@ class Exports:
         self.on_export(step)
         finish = partial(self._finish, folder, step, extra or {})
         what = f"exports/{folder.name}"
-        done = self.writer.write(what, folder, finish, durable=True, patient=patient)
+        done = self.writer.write(what, folder, finish, patient=patient)
         if done and self.ranks.rank == 0:
             logger.info("step %d exported to %s", step, folder)
         return done

@@ -70,23 +70,6 @@ class VersionIndex:
 Indices = Mapping[WeightVersion, VersionIndex]
 
 
-def trace_chain(version: WeightVersion, indices: Indices) -> list[VersionIndex]:
-    """Return the versions to read in order to rebuild one, beginning with one that stores all values.
-
-    Raises KeyError with the version that is missing, ValueError if the bases form a circle.
-    """
-    chain: list[VersionIndex] = []
-    at: WeightVersion | None = version
-    while at is not None:
-        if at not in indices:
-            raise KeyError(at)
-        chain.append(indices[at])
-        if len(chain) > len(indices):
-            raise ValueError(f"the bases of version {version} form a circle")
-        at = indices[at].base
-    return chain[::-1]
-
-
 def find_rebuildable(indices: Indices) -> set[WeightVersion]:
     """Return the versions whose whole chain exists."""
     known: dict[WeightVersion, bool] = {}

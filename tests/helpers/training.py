@@ -60,7 +60,7 @@ class FakeEngine:
         with CheckedReader(folder / "state.json", files and files["state.json"]) as reader:
             self.total = json.loads(reader.read(0, reader.size))
 
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+    def export(self, folder: Path, tokenizer: Path | None = None) -> None:
         (folder / "model.json").write_text(json.dumps(self.total))
 
 

@@ -81,7 +81,7 @@ def measured(folder: Path, case: dict, rank: int, num_ranks: int) -> dict[str, i
         return {"train": train}
     settle()
     standing = resident_bytes("VmRSS")
-    publish = peak_of(lambda: engine.export(folder / f"export-{rank}", durable=False)) - standing
+    publish = peak_of(lambda: engine.export(folder / f"export-{rank}")) - standing
     snapshot = peak_of(lambda: engine.snapshot(copied=True)) - standing
     return {"train": train, "publish": publish, "snapshot": snapshot}
 

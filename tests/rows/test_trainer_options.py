@@ -56,7 +56,7 @@ class Engine(RecordingEngine, FakeEngine):
         Engine.now += STEP_S
         return super().train_batch(*batch, **more)
 
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+    def export(self, folder: Path, tokenizer: Path | None = None) -> None:
         (folder / "tokenizer").write_text(str(tokenizer))
 
 

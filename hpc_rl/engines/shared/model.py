@@ -327,10 +327,9 @@ def write_export(
     hf: Any,
     buckets: Iterable[Sequence[tuple[str, torch.Tensor]]],
     tokenizer: Path | None,
-    durable: bool,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face checkpoint of a model that was built from `config`, on the rank that `writes`.
+    """Write and fsync a Hugging Face checkpoint of a model built from `config`, on the rank that `writes`.
 
     The other ranks only iterate over the buckets, which are collective. Raises OSError after the last bucket.
     """
@@ -352,8 +351,7 @@ def write_export(
         return
     writer.finish()
     write_model_files(folder, config, hf, tokenizer)
-    if durable:
-        hf_io.fsync_folder(folder)
+    hf_io.fsync_folder(folder)
 
 
 def write_model_files(folder: Path, config: TrainEngineConfig, hf: Any, tokenizer: Path | None) -> None:

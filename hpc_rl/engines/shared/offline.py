@@ -55,7 +55,7 @@ def export_state(
     engine.initialize(0, empty=True)
     engine.local.load(folder, num_ranks, files, with_random_state=False)
     if merge:
-        model.write_export(out, engine.config, engine.model.hf, engine.weights(), tokenizer, True, True)
+        model.write_export(out, engine.config, engine.model.hf, engine.weights(), tokenizer, True)
     else:
         engine.export(out, tokenizer)
 

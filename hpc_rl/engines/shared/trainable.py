@@ -57,7 +57,7 @@ class Trainable(Protocol):
     def write_model_files(self, folder: Path, tokenizer: Path | None, whole_model: bool) -> None:
         """See Engine."""
 
-    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None, durable: bool) -> None:
+    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None) -> None:
         """See Engine."""
 
 
@@ -86,9 +86,9 @@ class Full:
     def write_model_files(self, folder: Path, tokenizer: Path | None, whole_model: bool) -> None:
         model.write_model_files(folder, self.config, self.hf, tokenizer)
 
-    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None, durable: bool) -> None:
+    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None) -> None:
         writes = parts.mesh.rank == 0
-        model.write_export(folder, self.config, self.hf, parts.weights(), tokenizer, durable, writes)
+        model.write_export(folder, self.config, self.hf, parts.weights(), tokenizer, writes)
 
 
 class Lora:
@@ -142,7 +142,7 @@ class Lora:
         else:
             self.settings.write(folder)
 
-    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None, durable: bool) -> None:
+    def export(self, parts: RankParts, folder: Path, tokenizer: Path | None) -> None:
         tensors = lora.gather(parts.list_trained(), self.shapes, parts.device)
         if parts.mesh.rank:
             return
@@ -150,8 +150,7 @@ class Lora:
         lora.write(folder, {name: one.to(self.dtype) for name, one in tensors.items()}, self.settings)
         if tokenizer is not None:
             hf_io.copy_tokenizer(tokenizer, folder)
-        if durable:
-            hf_io.fsync_folder(folder)
+        hf_io.fsync_folder(folder)
 
 
 def choose(config: TrainEngineConfig, hf: Any) -> Trainable:

@@ -60,8 +60,8 @@ class TrainedEngine:
     def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
         self.trainable.write_model_files(folder, tokenizer, self.publishes_model)
 
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        self.trainable.export(self, folder, tokenizer, durable)
+    def export(self, folder: Path, tokenizer: Path | None = None) -> None:
+        self.trainable.export(self, folder, tokenizer)
 
     def pass_updates(self, count: int) -> None:
         self.num_updates += count

@@ -388,7 +388,7 @@ def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> Non
     took = []
     for _ in range(5):
         start = time.process_time()
-        engine.export(tmp_path / "out", durable=False)
+        engine.export(tmp_path / "out")
         took.append(time.process_time() - start)
     assert min(took) < extend(0.05)
 

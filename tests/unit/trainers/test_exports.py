@@ -35,14 +35,14 @@ def full_disk(starter, monkeypatch):
     disk = SimpleNamespace(room=True, tries=0, at={})
     write = FakeEngine.export
 
-    def export(self, folder, tokenizer=None, durable=True):
+    def export(self, folder, tokenizer=None):
         if not disk.room:
             disk.tries += 1
             (folder / "half").write_text("half")
             disk.at.get(disk.tries, lambda: None)()
         if not disk.room:
             raise OSError(28, "No space left on device")
-        write(self, folder, tokenizer, durable)
+        write(self, folder, tokenizer)
 
     monkeypatch.setattr(FakeEngine, "export", export)
     return disk

@@ -239,7 +239,7 @@ def test_a_needed_version_stays_rebuildable_whatever_happens(tmp_path_factory, d
         needed_bytes = sum(
             index.stored_bytes
             for index in {
-                one.version: one for version in needed for one in chain.trace_chain(version, left)
+                one.version: one for version in needed for one in chain.read_chain(trial.weights, version)
             }.values()
         )
         assert total <= max(budget, needed_bytes)
