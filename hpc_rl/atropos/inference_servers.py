@@ -40,8 +40,9 @@ class InferenceServer:
             raise ConfigError("openai.base_url is not set; give the URL of an inference server or a gateway.")
         if config.server_type != "sglang":
             raise ConfigError(
-                f"openai.server_type {config.server_type!r} can't be used; allowed: sglang, "
-                "whose native API returns token ids. A gateway of hpc-rl has it for every server."
+                f"openai.server_type {config.server_type!r} can't be used, because only SGLang's native API "
+                "returns token ids. Set it to sglang, and give the URL of an SGLang server or of a trial's "
+                "gateway, which offers this API for every kind of server."
             )
         self.config = config
         self.base_url = config.base_url.rstrip("/")

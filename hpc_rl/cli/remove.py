@@ -94,7 +94,7 @@ def _choose_trials(args: Namespace) -> list[Trial]:
     wanted = listing.parse_states(args.state) if args.state else over
     if live := [state for state in wanted if state not in over]:
         raise ConfigError(
-            f"remove --state {','.join(live)}: allowed are trials that are over: {', '.join(over)}"
+            f"remove can't take trials that are {', '.join(live)}; allowed states: {', '.join(over)}"
         )
     rows = listing.list_rows(args.trial, args.experiment, wanted)
     newest = time.time() - DAY_S * (args.older_than_days or 0.0)

@@ -156,7 +156,7 @@ class RequestReader:
         ]
         total = sum(order.n for order in orders)
         if total > MAX_SAMPLES:
-            raise FieldRefused("n", f"must make at most {MAX_SAMPLES} completions in one request", total)
+            raise FieldRefused("n", f"times the prompts must be at most {MAX_SAMPLES} in one request", total)
         rid = body.get("rid") or []
         for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
             prompt.rid = str(given_rid)

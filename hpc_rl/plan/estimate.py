@@ -594,7 +594,10 @@ def _check_copies(config: Config, plan: Plan, shape: ModelShape) -> Iterator[Ref
 def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[Refusal]:
     load = found.load
     if load.on_gpu and found.gpu_bytes is None:
-        why = "the memory of the GPUs is unknown, so it was not checked: set cluster.gpu_mem_gb"
+        why = (
+            "whether the trial fits the GPUs was not checked, because their memory is unknown; "
+            "set cluster.gpu_mem_gb"
+        )
         yield make_note("", why, Kind.MACHINE, related=(_GPU_MEMORY,))
     unlimited = load.on_gpu and load.engine.mb_spec.max_tokens_per_mb is None
     if unlimited and load.tokens > found.work.longest * found.work.together:

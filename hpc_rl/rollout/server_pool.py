@@ -155,8 +155,10 @@ class ServerPool:
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
-                form = "request %s goes to pool %s: %d tokens in, at most %d out, weights from %s on"
-                logger.info(form, request.rid, self.name, *sizes, request.min_version or "any version")
+                form = "request %s goes to pool %s: %d tokens in, at most %d out, %s"
+                least = request.min_version
+                weights = f"weights {least} or newer" if least else "any weights"
+                logger.info(form, request.rid, self.name, *sizes, weights)
         async with self._slots:
             turns = await self._retry(lambda: self._router.generate_many(requests))
         if self._trace:

@@ -186,7 +186,9 @@ def _execute(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bo
             )
             answer: dict[str, Any] = json.loads(done.stdout)
         except (subprocess.TimeoutExpired, OSError, ValueError) as error:
-            raise NotConfined(f"the launcher of programs gave no answer: {error}") from error
+            raise NotConfined(
+                f"the process that starts programs in the sandbox gave no answer: {error}"
+            ) from error
     if "problem" in answer:
         raise NotConfined(answer["problem"])
     return Outcome(**{**answer, "ended": Ended(answer["ended"])})

@@ -199,7 +199,9 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError as error:
-        raise SchedulerError(f"process {pid} belongs to another user: {error}") from error
+        raise SchedulerError(
+            f"process {pid} can't be signalled, because another user started it; run the command as that user"
+        ) from error
     return True
 
 

@@ -1,6 +1,7 @@
 """The Backend protocol: the generator behind the proxy.
 
-Backends are embedded/ (in this process), sglang.py and vllm.py (a subprocess).
+Backends are embedded/ (in this process), sglang.py and vllm.py (a subprocess); servers/__init__.py has a row
+for each of them in `BACKENDS`.
 """
 
 from __future__ import annotations

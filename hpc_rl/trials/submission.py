@@ -253,7 +253,8 @@ def _prepare(
         trial.make_dirs(int(config.launcher.umask, 8))
         trial.make_secret()
     except OSError as error:
-        raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
+        path = error.filename or trial.secret
+        raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
     for name in VARIABLES:
         variables = list_secret_variables(loaded.config, name)
         text = "".join(f"{key}={value}\0" for key, value in variables.items())

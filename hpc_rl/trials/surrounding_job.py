@@ -80,7 +80,8 @@ def refuse_misfit(job: SurroundingJob, plan: Plan) -> None:
     The plan uses the first nodes.
     """
     if plan.layout != "allocation":
-        why, use = "submits jobs, but `hpc-rl run` uses this one", "use layout allocation, or `hpc-rl submit`"
+        why = "submits further jobs, but `hpc-rl run` trains inside the job in which it was started"
+        use = "use layout allocation, or `hpc-rl submit`"
         raise ConfigError(
             Refusal(option="launcher.slurm.layout", value=plan.layout, kind=Kind.CONFLICT, why=why, use=use)
         )

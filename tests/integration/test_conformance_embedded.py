@@ -105,5 +105,5 @@ async def test_a_reward_model_scores_texts_of_any_length_as_transformers_does(tm
     assert [code for code, _ in refused] == [400] * 4
     assert generates[0] == 404
     make_model(tmp_path / "writes", 3)
-    with pytest.raises(ConfigError, match="lack the weights score"):
+    with pytest.raises(ConfigError, match="its files lack score"):
         await EmbeddedScorer(EmbeddedConfig()).start(str(tmp_path / "writes"), "")

@@ -211,7 +211,7 @@ def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             value=repr(options.reward_fn),
             kind=Kind.VALUE,
             why="names a function twice",
-            use="name it once, with a weight",
+            use="name it once, and give its weight in rollout.reward_weights",
         )
     if options.sandbox == "required" and "code_tests" not in functions:
         yield Refusal(
@@ -277,8 +277,9 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
         idle.remove("n_trajs")  # it means the same
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
-        use = f"use {known}your own package.module:name"
-        why = f": {', '.join(idle)}: no effect, because workflow {workflow} takes no such argument; {use}"
+        use = f"remove it, or set rollout.workflow to {known}your own package.module:name"
+        names = ", ".join(idle)
+        why = f": {names} has no effect, because workflow {workflow} takes no such argument; {use}"
         yield make_note("rollout.workflow_args", why, Kind.NO_EFFECT, related=("rollout.workflow",))
 
 

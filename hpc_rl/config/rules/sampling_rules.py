@@ -15,8 +15,8 @@ from hpc_rl.config.rules.consistency import find_server_backend
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.refusal import Refusal, make_note
 
-_USE = "eval_gconfig may have it, so that only evaluations sample so"
-_CUT_OFF = "tokens are sampled from a part of the distribution, and the loss takes them for all of it"
+_USE = "and set it in eval_gconfig if only evaluations should have it"
+_CUT_OFF = "servers sample from a part of the distribution, but the loss assumes the whole one"
 _RATIO = "the ratio of the loss is not 1 even for the policy that generated"
 _PENALTY = (
     "{backend} servers return log-probabilities with the penalty, and the trainer computes them without: "
@@ -45,5 +45,5 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     for name, reason in REASONS.items():
         value, unused = getattr(sampling, name), getattr(neutral, name)
         if value != unused:
-            why = f": {reason.format(backend=backend)}; use {unused:g} to train, {_USE}"
+            why = f": {reason.format(backend=backend)}; use {unused:g} to train {_USE}"
             yield make_note(f"gconfig.{name}", why, value=f"{value:g}", is_warning=True)

@@ -209,8 +209,8 @@ def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator
             option=recompute,
             value="false",
             kind=Kind.CONFLICT,
-            why=f"contradicts {other}, which needs it",
-            use="remove it",
+            why=f"contradicts {other}, which needs recomputed log-probabilities",
+            use="set it to true, or leave it out",
             related=(other,),
         )
 

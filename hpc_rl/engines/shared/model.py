@@ -253,7 +253,8 @@ def _load_whole(config: TrainEngineConfig, seed: int) -> loading.Whole:
     wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
     if wrong:
         raise ConfigError(
-            f"the weights at {config.path} lack {loading.format_some(wrong)}, or have them with another shape"
+            f"the weights at {config.path} do not fit its config.json: {loading.format_some(wrong)} are "
+            "missing or have another shape; use the complete files of one model"
         )
     tensors = {**dict(hf.named_parameters()), **dict(hf.named_buffers())}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}

@@ -307,12 +307,14 @@ class Model:
             difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
         # an unknown variant of the architecture
         except (NotImplementedError, AttributeError, RuntimeError) as error:
-            form = "the fast decoder can't run this %s model, so that of transformers runs it: %s"
+            form = "the fast decoder can't run this %s model, so the decoder of transformers is used: %s"
             logger.warning(form, config.model_type, error)
             return generic
         tolerance = PROBE_TOLERANCE if self.dtype == torch.float32 else 1.0
         if not difference < tolerance:
-            form = "the fast decoder of %s models is wrong by %.2g here, so that of transformers is used"
+            form = (
+                "the fast decoder of %s models is wrong by %.2g here, so the decoder of transformers is used"
+            )
             logger.warning(form, config.model_type, difference)
             return generic
         return fused
@@ -348,7 +350,7 @@ class Model:
             raise ValueError(f"{folder} has tensors that are no LoRA matrices")
         wanted = {f"{layer.removeprefix(adapters.PREFIX)}.weight": layer for layer in layers}
         if unknown := wanted.keys() - names.keys():
-            raise ValueError(f"{folder}: the model lacks {min(unknown)}")
+            raise ValueError(f"the adapter in {folder} changes {min(unknown)}, which the model does not have")
         for name in self._base.keys() - wanted.keys():
             names[name].data.copy_(self._base.pop(name))
         for name, layer in wanted.items():

@@ -84,7 +84,10 @@ def load(path: str, dtype: torch.dtype) -> Any:
         path, dtype=dtype, num_labels=1, local_files_only=True, output_loading_info=True
     )
     if missing := sorted(map(str, found["missing_keys"])):
-        raise ConfigError(f"the files of the reward model {path} lack the weights {', '.join(missing[:3])}")
+        raise ConfigError(
+            f"{path} can't be used as a reward model, because its files lack {', '.join(missing[:3])}; "
+            "use a sequence-classification model with one output"
+        )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         kind = type(model).__name__
         raise ConfigError(

@@ -94,7 +94,7 @@ def test_filters_choose_trials_that_are_over(
     assert chosen("--state", "failed") == ["exp/t1"]
     assert chosen("--older_than_days", "1") == chosen("t1", "--state", "done") == []
     assert main(["remove", "--state", "done,running", "--yes"]) == 64
-    assert "--state running: allowed are trials that are over: " in capsys.readouterr().err
+    assert "remove can't take trials that are running; allowed states: " in capsys.readouterr().err
     scheduler.answers["7"] = State.RUNNING  # as it turns out when it is asked
     assert main(["remove", "t*", "--yes"]) == 0
     assert "exp/t1 is not removed: trial exp/t1 is running" in capsys.readouterr().err

@@ -469,7 +469,7 @@ def test_notes_say_what_became_of_each_name(tmp_path):
     ):
         assert re.search(words, notes), words
     single = check(load([path], ["rollout.workflow=single_turn"], profiles=[]), files=False).notes
-    words = "max_turns: no effect, because workflow single_turn takes no such argument; use"
+    words = "max_turns has no effect, because workflow single_turn takes no such argument; remove"
     assert any(words in str(note) for note in single)
 
 

@@ -17,9 +17,9 @@ def collect_warnings(*options: str, base=SGLANG) -> list[str]:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("gconfig.top_p=0.7", "sampled from a part of the distribution"),
-        ("gconfig.top_k=20", "sampled from a part of the distribution"),
-        ("gconfig.min_p=0.1", "sampled from a part of the distribution"),
+        ("gconfig.top_p=0.7", "servers sample from a part of the distribution"),
+        ("gconfig.top_k=20", "servers sample from a part of the distribution"),
+        ("gconfig.min_p=0.1", "servers sample from a part of the distribution"),
         ("gconfig.repetition_penalty=1.2", "sglang servers return log-probabilities with the penalty"),
         ("gconfig.frequency_penalty=0.5", "sglang servers return log-probabilities with the penalty"),
         ("gconfig.min_new_tokens=4", "without the end-of-sequence tokens"),
