@@ -616,7 +616,7 @@ class Conformance:
                 checksums = await api.load_checksums()
                 assert checksums != last
                 served.step += 1
-                await api.client.switch_weights(str(served.model), served.label, mode)
+                await api.client.switch_weights(str(served.model), served.label, "retract")
                 assert await api.load_checksums() == checksums, (number, mode)
                 last = checksums
         check_logprobs(await api.turn(ignore_eos=True), {served.label: served.model}, 1.0)
