@@ -4,6 +4,8 @@ A process is known by pid and kernel start time together, never by name or comma
 """
 
 import contextlib
+import ctypes
+import gc
 import os
 import re
 import signal
@@ -108,6 +110,12 @@ class TiedProcess(subprocess.Popen[bytes]):
         """Return whether a process of the session still runs. Its watch runs until the others have ended."""
         fields = (_load_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
         return any(stat is not None and int(stat[3]) == self.pid for stat in fields)
+
+
+def trim_memory() -> None:
+    """Return the freed memory of this process to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:

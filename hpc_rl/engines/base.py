@@ -173,6 +173,15 @@ class Engine(Protocol):
         Not collective. Raises OSError.
         """
 
+    def offload(self) -> None:
+        """Move parameters and optimizer from the GPU to CPU memory, until `reload`; on a CPU, do nothing.
+
+        Only `reload` may be called next. Gradients must be absent. Not collective.
+        """
+
+    def reload(self) -> None:
+        """Undo `offload`. Not collective."""
+
     def export(self, folder: Path, tokenizer: Path | None = None) -> None:
         """Write and fsync a whole Hugging Face checkpoint: safetensors, config, tokenizer files.
 

@@ -1,12 +1,13 @@
 """Place replicas and ranks on nodes. Pure arithmetic, without a configuration.
 
 Trainer ranks take the first nodes, with the same number on each; node 0 also has supervisor and rollout.
-Servers take the last nodes. Trainer and servers share a node only if GPUs would otherwise stay idle.
+Servers take the last nodes. Trainer and servers share a node only if GPUs would otherwise stay idle. If they
+take turns on the same units, both are on all nodes.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SEARCH_RADIUS = 500  # how far to search below and above the requested number of replicas
 
@@ -27,12 +28,13 @@ class PoolDemand:
 class Demand:
     """Trainer ranks, one unit each, and the pools of servers.
 
-    Any other number of ranks must be a multiple of `together`.
+    Any other number of ranks must be a multiple of `together`. If `is_shared`, both have the same units.
     """
 
     ranks: int
     pools: tuple[PoolDemand, ...] = ()
     together: int = 1
+    is_shared: bool = False
 
     @property
     def replicas(self) -> int:
@@ -40,7 +42,7 @@ class Demand:
 
     @property
     def units(self) -> int:
-        return self.ranks + sum(pool.units for pool in self.pools)
+        return self.ranks + (0 if self.is_shared else sum(pool.units for pool in self.pools))
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Placement:
 
 def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
     """Return a placement, or None if the demand does not fit or leaves a node or a GPU idle."""
+    if demand.is_shared:
+        return _place_on_all(demand, n_nodes, n_gpus_per_node)
     if n_gpus_per_node:
         return _place_on_gpus(demand, n_nodes, n_gpus_per_node)
     if n_nodes == 1 or not demand.replicas:
@@ -64,6 +68,19 @@ def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | Non
         if demand.ranks % nodes == 0 and demand.replicas >= n_nodes - nodes
     ]
     return _place_on_processes(demand, n_nodes, min(fitting)[1]) if fitting else None
+
+
+def _place_on_all(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
+    """Place ranks and servers evenly over all nodes; each GPU has one rank and a part of one server."""
+    [pool] = demand.pools
+    if demand.ranks % n_nodes or pool.replicas % n_nodes:
+        return None
+    if n_gpus_per_node and not demand.ranks == pool.units == n_nodes * n_gpus_per_node:
+        return None
+    on_node = pool.replicas // n_nodes
+    firsts = [number * pool.size if n_gpus_per_node else 0 for number in range(on_node)]
+    servers = [(node, gpu) for node in range(n_nodes) for gpu in firsts]
+    return Placement(list(range(n_nodes)), demand.ranks // n_nodes, servers)
 
 
 def _place_on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Placement:
@@ -137,6 +154,12 @@ def _list_others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator
             yield Demand(total or max(count, 1) * step)
         return
     first, *rest = demand.pools
+    if demand.is_shared:
+        step = math.lcm(n_nodes, demand.together, first.size)
+        for count in (demand.ranks // step, demand.ranks // step + 1):
+            units = total or max(count, 1) * step
+            yield replace(demand, ranks=units, pools=(PoolDemand(units // first.size, first.size),))
+        return
     if n_gpus_per_node:
         total -= sum(pool.units for pool in rest)
         most = (total - 1) // first.size

@@ -49,7 +49,7 @@ def make_plan(
         raise ConfigError(*contradictions)
     train = allocation.train or Train("fsdp")
     pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
-    demand = Demand(train.num_units or 1, pools, together=train.multiple)
+    demand = Demand(train.num_units or 1, pools, together=train.multiple, is_shared=allocation.colocate)
     if demand.units > MAX_UNITS:
         why, use = f"needs {demand.units} GPUs or processes", f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(_refuse_allocation(allocation, Kind.VALUE, why, use))
@@ -197,8 +197,6 @@ def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[tuple[str,
     pools, usual = "+".join(map(str, allocation.pools)), choose_server_backend(n_gpus)
     if allocation.evaluate:
         yield "a trial that only evaluates is not implemented", "every trial evaluates at its end"
-    if allocation.colocate:
-        yield "sharing units ('|') is not implemented", f"use '+': {pools}+{train}"
     if pools and not train:
         yield "a trial of servers alone is not implemented", f"add a trainer: {pools}+fsdp:d1"
     if not pools and isinstance(config, GRPOConfig):
@@ -233,7 +231,8 @@ def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> P
         pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
         train = allocation.train or Train("fsdp")
         train = replace(train, d=other.ranks // train.units_per_replica)
-        fits = f"the nearest that fits: {Allocation(pools=pools, train=train)}"
+        nearest = Allocation(pools=pools, train=train, colocate=allocation.colocate)
+        fits = f"the nearest that fits: {nearest}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:
         why = f"it needs {demand.units} GPUs, {have}"

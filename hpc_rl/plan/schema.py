@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.allocation import DEFAULT_POOL, parse
 from hpc_rl.core.refusal import Refusal, make_note
 
 GPU_VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
@@ -127,6 +127,11 @@ class Plan:
     def gpu_variable(self) -> str:
         """Name of the environment variable that tells a process its GPUs."""
         return GPU_VARIABLES[self.gpu_kind]
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers and trainer use the same GPUs in turn."""
+        return parse(self.allocation).colocate
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"notes": [str(note) for note in self.notes]}

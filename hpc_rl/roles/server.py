@@ -35,11 +35,14 @@ def serve_replica(context: role.Context) -> int:
     own = view_pool(config, unit.pool)
     log = context.attempt.log(name, context.index, context.incarnation)
     secret = context.attempt.dir / f"{name}-{context.index}.{context.incarnation}.yaml"
-    place = ReplicaPlace(context.index, context.plan.device, unit.gpus_per_task, log, secret, context.address)
+    shares_gpus = context.plan.shares_gpus
+    place = ReplicaPlace(
+        context.index, context.plan.device, unit.gpus_per_task, log, secret, context.address, shares_gpus
+    )
     # import only the used backend: the image of SGLang's front has no torch
     module, _, cls = BACKENDS[name].partition(":")
     backend: Any = getattr(import_module(module), cls).create(own, place)
-    wait = own.actor.init_from_scratch and not backend.makes_initial_weights
+    wait = shares_gpus or (own.actor.init_from_scratch and not backend.makes_initial_weights)
     base_path = "" if wait else str(Path(own.actor.path).expanduser().absolute())
     wait_s = AWAY_S if context.incarnation or context.attempt.restart > 0 else 0.0
     if base_path and not wait_for_path(Path(base_path), time.monotonic() + wait_s):
@@ -52,7 +55,15 @@ def serve_replica(context: role.Context) -> int:
         )
         backend = NodeBackend(backend, copy, context.copies, own.actor.path)
         replica = Replica(
-            backend, context.trial, names, context.tokens, who, base_path, context.address, frozen
+            backend,
+            context.trial,
+            names,
+            context.tokens,
+            who,
+            base_path,
+            context.address,
+            frozen,
+            shares_gpus,
         )
         return asyncio.run(replica.run(context.stopping))
 

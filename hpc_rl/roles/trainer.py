@@ -84,6 +84,7 @@ def train_rank(context: Context) -> int:
         copies=context.copies,
         address=context.address,
         is_one_node=len(next(one for one in context.plan.units if one.role == "trainer").nodes) == 1,
+        shares_gpus=context.plan.shares_gpus,
     )
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, stack)

@@ -27,6 +27,7 @@ class ReplicaPlace:
     log: Path  # output of a subprocess
     secret: Path  # configuration file with the API key of a subprocess
     address: str = LOOPBACK  # of this host, for the trial's processes
+    shares_gpus: bool = False  # with the trainer: the backend must be able to release its memory
 
 
 @dataclass(frozen=True)

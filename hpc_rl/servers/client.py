@@ -248,6 +248,18 @@ class HttpServerClient:
     async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._call("/continue_generation", {}, self._control, timeout_s)
 
+    async def release_memory(self) -> None:
+        """Let a server on shared GPUs give up its memory. Raises ServerUnavailable while it starts."""
+        await self._call("/release_memory_occupation", {}, self._control, CONTROL_TIMEOUT_S)
+
+    async def resume_memory(self) -> str:
+        """Let it take its memory, with the newest published weights; return its state, `serving` at the end.
+
+        After its start it takes the memory in the background.
+        """
+        answer = await self._call("/resume_memory_occupation", {}, self._control, CONTROL_TIMEOUT_S)
+        return str(answer.get("state"))
+
     async def prepare_weights(self, path: str, label: str) -> None:
         """Let the server's node read published weights, while the server generates.
 

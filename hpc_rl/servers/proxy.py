@@ -12,6 +12,8 @@ With the control token, weights come over a process group: POST /init_weights_up
 Between begin and end the loaded weights are a mixture, without a label: generation is paused, and
 /continue_generation is refused until the end, or until a version is loaded from disk.
 
+On shared GPUs there are also POST /release_memory_occupation and /resume_memory_occupation (lent_memory.py).
+
 A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
 server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
 one is {"status": ..., "answer": ...} with the rest. A request that ends within PART_S has a plain answer.
@@ -23,7 +25,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,7 @@ from hpc_rl.servers.wire import LOGPROBS, PARTS
 logger = logging.getLogger(__name__)
 
 DATA_POST = ("/generate", "/v1/chat/completions", LOGPROBS, "/classify")
+OF_MEMORY = ("/release_memory_occupation", "/resume_memory_occupation")
 CONTROL_POST = (
     "/prepare_weights",
     "/pause_generation",
@@ -54,11 +57,13 @@ CONTROL_POST = (
     "/update_weights_from_distributed",
     "/end_weight_update",
     "/destroy_weights_update_group",
+    *OF_MEMORY,
 )
 OF_WEIGHTS = ("/prepare_weights", "/init_weights_update_group")  # without a label
 FROZEN = "the model of this pool is frozen (never trained), so its servers take no weights"
 MAX_BODY_BYTES = 64 * 2**20
 STALE_WAIT_S = 1.0  # a request that needs newer weights waits for their publication
+RELEASED = "released"  # the trainer has the shared GPUs
 UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
 
 
@@ -79,7 +84,7 @@ class Proxy:
         self.backend = backend
         self.epoch = 0
         self.version = ""
-        self.lifecycle = "starting"  # starting | loading | waiting | serving | stopping | stale
+        self.lifecycle = "starting"  # starting | released | loading | waiting | serving | stopping | stale
         self.pause_mode = ""
         # label of the weights that arrive over a process group: the loaded ones are a mixture
         self.receiving = ""
@@ -89,6 +94,8 @@ class Proxy:
         self._tokens = Tokens(tokens)
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
+        # control calls that others answer, in any state of the server; they run one at a time, as updates do
+        self.calls: dict[str, Callable[[dict[str, Any]], Awaitable[Answer]]] = {}
         self._has_updated = asyncio.Event()  # set at the next update, then replaced
         self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._service: HttpService | None = None
@@ -163,9 +170,11 @@ class Proxy:
         state = "dead" if self.lifecycle in UP and self.backend.alive() else self.state
         known = {"state": state, "epoch": self.epoch, "weight_version": self.version}
         known |= {"attempt": self._attempt, "incarnation": self._incarnation}
-        return _make_response(200 if state in ("serving", "paused", "waiting") else 503, known)
+        return _make_response(200 if state in ("serving", "paused", "waiting", "released") else 503, known)
 
     async def _generate(self, path: str, request: web.Request) -> web.StreamResponse:
+        while self.lifecycle == RELEASED and self.version:
+            await self._has_updated.wait()  # it resumes with newer weights, or with the same again
         if self.lifecycle != "serving":
             return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
@@ -232,6 +241,11 @@ class Proxy:
 
         Updates run one at a time.
         """
+        if call := self.calls.get(path):
+            async with self._control_lock:
+                return await call(body)
+        if path in OF_MEMORY:
+            return _refuse_update("the server shares no GPU with the trainer, so it keeps its memory")
         if self.lifecycle not in UP:
             return self._not_up()
         if path in OF_WEIGHTS and self.frozen:
@@ -242,6 +256,8 @@ class Proxy:
             )
         if update := self._UPDATES.get(path):
             async with self._control_lock:
+                if self.lifecycle not in UP:  # it has changed meanwhile
+                    return self._not_up()
                 answer = await update(self, body)
         else:
             answer = await self.backend.request(path, body)
@@ -257,7 +273,7 @@ class Proxy:
             return _refuse_update(problem)
         if label == self.version and not self.receiving:
             return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}
-        return self._note_update(label, *await self.backend.request("/update_weights_from_disk", body))
+        return self.note_update(label, *await self.backend.request("/update_weights_from_disk", body))
 
     async def _switch(self, body: dict[str, Any]) -> Answer:
         """Pause, load and continue in one call: nobody has to end the pause if the caller has gone."""
@@ -299,7 +315,8 @@ class Proxy:
             )
         return ""
 
-    def _note_update(self, label: Any, status: int, answer: Any) -> Answer:
+    def note_update(self, label: Any, status: int, answer: Any) -> Answer:
+        """Note the outcome of loading weights; return it."""
         if status == 200:
             self.version, self.receiving = label, ""
             self._has_updated.set()
@@ -343,7 +360,7 @@ class Proxy:
                 "the last part of the weights, which has the weight_version, has not arrived"
             )
         self._has_last_bucket = False
-        return self._note_update(self.receiving, *await self.backend.request("/end_weight_update", {}))
+        return self.note_update(self.receiving, *await self.backend.request("/end_weight_update", {}))
 
     _UPDATES = {  # noqa: RUF012 (a table, never changed)
         "/update_weights_from_disk": _update,

@@ -4,7 +4,7 @@ It starts, loads the newest published weights, holds its lease, watches for newe
 
 The order matters: it binds the port, takes the lease (state `starting`), and starts the backend. The lease
 says `serving` only once the backend has published weights. A replica that missed a publish loads the weights
-by itself after a while.
+by itself after a while. On shared GPUs the trainer decides when the backend starts (lent_memory.py).
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.client import BUCKET_S, DAMAGED_STATUS
-from hpc_rl.servers.proxy import Proxy
+from hpc_rl.servers.lent_memory import LentMemory
+from hpc_rl.servers.proxy import RELEASED, Proxy
 from hpc_rl.servers.router import is_older
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class Replica:
     """Runs one backend behind its proxy until asked to stop.
 
     Before the first publish it serves the checkpoint at `base_path`; if that is "", it waits. A `frozen`
-    replica always serves that checkpoint and ignores published weights.
+    replica always serves that checkpoint and ignores published weights. With `shares_gpus` it has its memory
+    only while the trainer lends it.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Replica:
         base_path: str,
         address: str = "127.0.0.1",
         frozen: bool = False,
+        shares_gpus: bool = False,
     ) -> None:
         self._frozen = frozen
         self._backend, self._trial, self._names = backend, trial, names
@@ -87,6 +90,7 @@ class Replica:
             self._shutdown.set,
             frozen,
         )
+        self._memory = LentMemory(self.proxy, self._current) if shares_gpus else None
         self._url = ""
         self._lease: Lease | None = None
         self._reported_s = 0.0  # last recorded busy time
@@ -137,7 +141,8 @@ class Replica:
         return {
             "url": self._url,
             "version": self._loading or self.proxy.version,
-            "state": self.proxy.lifecycle,  # without `paused`, which would cost two writes per publish
+            # without `paused` and later releases, which would cost two writes per publish
+            "state": "serving" if self.proxy.version and self._is_released else self.proxy.lifecycle,
             "attempt": self._who.attempt,
             "incarnation": self._who.incarnation,
             "pid": os.getpid(),
@@ -146,6 +151,10 @@ class Replica:
             **({"lacks_files": True} if self._lacks_files else {}),
             **({"receiver": asdict(receiver)} if receiver else {}),
         }
+
+    @property
+    def _is_released(self) -> bool:
+        return self.proxy.lifecycle == RELEASED
 
     async def _heartbeat(self) -> None:
         assert self._lease is not None
@@ -181,6 +190,8 @@ class Replica:
             logger.warning("the server can't record its busy time, so `hpc-rl report` lacks it: %s", error)
 
     async def _live(self) -> None:
+        if self._memory:
+            await self._memory.wait_for_start()
         await self._start()
         follow_at = 0.0
         report_at = time.monotonic() + USE_EVERY_S
@@ -191,7 +202,9 @@ class Replica:
             reason = self._backend.alive()
             if reason:
                 raise RoleFailed(f"the server has lost its inference engine: {reason}")
-            if time.monotonic() >= follow_at:
+            if self._memory and self._memory.problem:
+                raise RoleFailed(self._memory.problem)
+            if time.monotonic() >= follow_at and not self._is_released:
                 await self._follow()
                 follow_at = time.monotonic() + FOLLOW_S
             await asyncio.sleep(CHECK_S)

@@ -44,9 +44,11 @@ from hpc_rl.trainers.dpo import make_dpo_task
 from hpc_rl.trainers.grpo_recipe import GRPO, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
+from hpc_rl.trainers.shared_gpus import SharedGPUs, take_back
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.weights import TRANSPORTS, disk
+from hpc_rl.weights.lending import LendingPublisher
 from hpc_rl.weights.process_groups import ProcessGroups
 from hpc_rl.weights.publish import Publisher
 from hpc_rl.weights.transport import Transport, TransportContext
@@ -63,6 +65,9 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     assert isinstance(config, GRPOConfig)
     num_prompts, start.data = start.ranks.from_rank0(lambda: _count_prompts(config))
     begun = start.ranks.from_rank0(lambda: begin(start))
+    publisher = _open_publisher(start, config, stack) if start.ranks.rank == 0 else None
+    if start.shares_gpus:
+        take_back(start.ranks, publisher)
     reference = _build_reference(start, config)
     models: list[TrainedModel] = [("actor", config.actor, count_updates_per_step(config))]
     if config.critic is not None:
@@ -79,22 +84,6 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         critic = Critic(run.critic, config.critic, start.ranks, per_step)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
-    publisher = None
-    if start.ranks.rank == 0:
-        wait_s = config.rollout.setup_timeout
-        publisher = Publisher(
-            start.trial,
-            start.names,
-            start.tokens,
-            find_trained_pool(config),
-            wait_s,
-            pause_mode=config.weights.pause_mode,
-            max_paused=config.weights.max_paused,
-            history_bytes=disk.find_history_bytes(config),
-        )
-        if config.actor.weight_update_mode == "xccl":
-            publisher.process_groups = ProcessGroups(start.address, torch.device(start.device))
-        stack.callback(publisher.close)
     transport: Transport = resolve_name(TRANSPORTS[config.actor.weight_update_mode])(
         TransportContext(
             trial=start.trial,
@@ -107,7 +96,31 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     )
     stack.callback(transport.close)
     samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None
-    return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic)
+    shared = None
+    if start.shares_gpus:
+        own = [
+            one for one in (*run.engines, reference) if one is not None and not isinstance(one, FrozenBase)
+        ]
+        shared = SharedGPUs(own, start.ranks, publisher)
+    return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic, shared)
+
+
+def _open_publisher(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> Publisher:
+    """Return the connections to the servers. Rank 0 only."""
+    publisher = (LendingPublisher if start.shares_gpus else Publisher)(
+        start.trial,
+        start.names,
+        start.tokens,
+        find_trained_pool(config),
+        config.rollout.setup_timeout,
+        pause_mode=config.weights.pause_mode,
+        max_paused=config.weights.max_paused,
+        history_bytes=disk.find_history_bytes(config),
+    )
+    if config.actor.weight_update_mode == "xccl":
+        publisher.process_groups = ProcessGroups(start.address, torch.device(start.device))
+    stack.callback(publisher.close)
+    return publisher
 
 
 def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:

@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from hpc_rl.trainers.mismatch import PREFIX, summarize_mismatch
 from hpc_rl.trainers.policy_data import PolicyData
 from hpc_rl.trainers.policy_loss import MEANS_OVER_TOKENS, PolicyLoss
 from hpc_rl.trainers.run import Run
+from hpc_rl.trainers.shared_gpus import SharedGPUs
 from hpc_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class GRPO:
     """The recipe of GRPO and the other algorithms.
 
     `num_prompts` is the number of prompts in one epoch. `reference` is the frozen model of the KL terms, if
-    any. `samples` keeps completions, on rank 0. `critic` is the value model of PPO.
+    any. `samples` keeps completions, on rank 0. `critic` is the value model of PPO. `shared_gpus` are the
+    GPUs that trainer and servers share, if they do.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GRPO:
         reference: Scorer | None = None,
         samples: SampleWriter | None = None,
         critic: Critic | None = None,
+        shared_gpus: SharedGPUs | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run = run
@@ -65,6 +69,7 @@ class GRPO:
         self.num_prompts = num_prompts
         self.samples = samples
         self.critic = critic
+        self.shared_gpus = shared_gpus
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm, self.options = load_algorithm(run.config)
@@ -92,6 +97,10 @@ class GRPO:
 
         Rank 0 fetches it in rounds, so that other ranks learn about a delay or a stop.
         """
+        with self._servers_have_gpus():
+            return self._fetch_batch(step)
+
+    def _fetch_batch(self, step: int) -> Batch | None:
         run = self.run
 
         def fetch() -> bytes | None:
@@ -165,9 +174,20 @@ class GRPO:
         self._settle(wait=True)
         self.transport.start(self.run.version(step))
         if step == self.total_steps:
-            self._settle(wait=True)
+            with self._servers_have_gpus():
+                self._settle(wait=True)
 
-    def _settle(self, wait: bool) -> None:
+    @contextmanager
+    def _servers_have_gpus(self) -> Iterator[None]:
+        """Lend shared GPUs to the servers for a block in which the trainer waits for them. Collective."""
+        if self.shared_gpus is None:
+            yield
+        else:
+            with self.shared_gpus.lend(lambda: self._settle(wait=True)):
+                yield
+
+    def _settle(self, wait: bool) -> bool:
+        """Finish a publication in flight; return whether rank 0 has finished one. Collective."""
         published = self.transport.settle(wait)
         # None after a stop; the next start publishes first
         if published is not None and self.run.ranks.rank == 0:
@@ -178,15 +198,20 @@ class GRPO:
                 logger.info(
                     "start: the first weights are published to %d servers", len(published.acknowledged)
                 )
+        return published is not None
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         """Let the rollout role evaluate the weights after `step`; log the result as a separate line.
 
         Returns {} without held-out data and on ranks above 0, None after a stop.
         """
-        run = self.run
         if self.config.valid_dataset is None:
             return {}
+        with self._servers_have_gpus():
+            return self._evaluate(step)
+
+    def _evaluate(self, step: int) -> dict[str, float | int | str] | None:
+        run = self.run
         self._settle(wait=True)
         if run.ranks.rank != 0:
             return {}

@@ -63,6 +63,7 @@ class TrainerContext:
     copies: NodeCopies = field(default_factory=NodeCopies)
     address: str = LOOPBACK  # of this host, for the trial's processes
     is_one_node: bool = True  # all ranks run on one node
+    shares_gpus: bool = False  # with the servers
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the training rows; {} if not taken
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # first and longest pause between searches for a server
 # states in which a server accepts no updates; a starting server loads the newest weights
-BUSY = ("starting", "loading", "stale", "stopping")
+BUSY = ("starting", "released", "loading", "stale", "stopping")
 SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower is skipped
 
 
@@ -245,8 +245,12 @@ class Publisher:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
                 self._leases = self._roster.list_leases()
-                if self.process_groups is not None:
-                    self.process_groups.follow(self._leases, self._client, BUSY)
+                await self._follow(self._leases)
+
+    async def _follow(self, leases: dict[str, LeaseView]) -> None:
+        """React to a regular read of the leases."""
+        if self.process_groups is not None:
+            self.process_groups.follow(leases, self._client, BUSY)
 
     async def _close(self) -> None:
         for task in list(self._preparing):

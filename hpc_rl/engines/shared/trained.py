@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.schedule import compute_learning_rate
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.engines.base import BUCKET_BYTES, PublishedPiece, Sequences, Snapshot, sum_over_ranks
 from hpc_rl.engines.shared import lora, state
 from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.offload import Offload
 from hpc_rl.engines.shared.optimizer import LossScale
 from hpc_rl.engines.shared.pieces import Piece
 from hpc_rl.engines.shared.trainable import Trainable
 
 
 class TrainedEngine:
-    """Part of an Engine. The engine's `initialize` sets all attributes except `_buffer`."""
+    """Part of an Engine. The engine's `initialize` sets all attributes except `_buffer`, `_offload`."""
 
     device: torch.device
     num_train_steps: int
@@ -31,6 +33,7 @@ class TrainedEngine:
     mesh: Mesh
     publishes_model: bool = True  # False: `list_published_pieces` has an adapter alone
     _buffer: state.Buffer | None = None  # for snapshots that are written while training continues
+    _offload: Offload | None = None
 
     def list_base(self) -> list[Piece]:
         """Return the pieces of untrained parameters that no other rank has."""
@@ -65,6 +68,25 @@ class TrainedEngine:
 
     def pass_updates(self, count: int) -> None:
         self.num_updates += count
+
+    def offload(self) -> None:
+        if self.device.type != "cuda":
+            return
+        self._offload = self._offload or Offload()
+        self._offload.move_out(one for one in self.list_tensors() if one.is_cuda)
+
+    def reload(self) -> None:
+        if self._offload is not None:
+            self._offload.move_back()
+
+    def list_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's parameters, buffers and moments; some share their memory."""
+        for module in self.list_modules():
+            for tensor in (*module.parameters(), *module.buffers()):
+                whole = tensor.data
+                yield whole.to_local() if isinstance(whole, DTensor) else whole
+        for one in self.local.pieces:
+            yield one.piece.local
 
     def _step(self) -> dict[str, float]:
         """Update the weights if the gradients are finite. Collective.

@@ -316,6 +316,15 @@ class EmbeddedBackend:
         self._is_mixed = False
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
+    async def _release_memory(self, _body: dict[str, Any]) -> dict[str, Any]:
+        """Drop weights and cache; the server must be paused. The next update loads weights."""
+        self._changes = None
+        await self._in_engine(self.engine.release_memory)
+        return {"success": True, "message": "released"}
+
+    async def _resume_memory(self, _body: dict[str, Any]) -> dict[str, Any]:
+        return {"success": True, "message": "memory is taken when it is needed"}
+
     async def prepare_changes(self, folder: Path) -> None:
         self._changes = await asyncio.to_thread(read_changes, folder, self.engine.model.dtype)
 
@@ -377,6 +386,8 @@ class EmbeddedBackend:
         "/begin_weight_update": _begin,
         "/update_weights_from_distributed": _receive,
         "/end_weight_update": _end,
+        "/release_memory_occupation": _release_memory,
+        "/resume_memory_occupation": _resume_memory,
         "/flush_cache": _flush,
         "/weights_checker": _check_weights,
         "/model_info": _info,

@@ -319,11 +319,24 @@ class Model:
             return generic
         return fused
 
+    def release(self) -> None:
+        """Drop the weights; `load` must come next."""
+        del self.module, self.decoder
+        self._base = {}
+
+    @property
+    def is_released(self) -> bool:
+        return not hasattr(self, "module")
+
     def load(self, path: str) -> None:
         """Load the weights of another checkpoint with the same architecture.
 
         If it raises OSError or ValueError, the old weights are unchanged.
         """
+        if self.is_released:
+            self._adopt(_build(path, self.dtype, False))
+            self.path = path
+            return
         if adapters.is_adapter(Path(path)):
             self._load_adapter(Path(path))
             return

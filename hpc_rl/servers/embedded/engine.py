@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_rl.core.proc import trim_memory
 from hpc_rl.servers.embedded.changes import PreparedChanges
 from hpc_rl.servers.embedded.decode_batch import DecodeBatch, Sequence
 from hpc_rl.servers.embedded.decoder import Model
@@ -138,6 +139,12 @@ class EmbeddedEngine:
         self._enter_version(version, keep_cache)
         form = "the server has loaded weights %s from %s in %.3f s"
         logger.info(form, self.version, source, time.monotonic() - start)
+
+    def release_memory(self) -> None:
+        """Drop the weights and the cache of a paused engine, until the next update."""
+        self._retract()
+        self.model.release()
+        trim_memory()
 
     def finish_writing(self, version: str | None, keep_cache: bool) -> None:
         """Give the version to weights that `model.write` has overwritten."""
