@@ -58,8 +58,11 @@ def _derive_allocation(config: Config) -> Allocation:
     if not isinstance(config, GRPOConfig):
         return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
     if n_nodes * n_gpus == 1:
-        why = ": one GPU can't hold both server and trainer"
-        use = "use 2 or more, or 0 for processes without a GPU"
+        why = ": one GPU can't hold both server and trainer at once"
+        use = (
+            f"use 2 or more, or 0 for processes without a GPU, or allocation_mode {servers}:d1|fsdp:d1, with "
+            "which they take turns"
+        )
         name = "cluster.n_gpus_per_node"
         raise DoesNotFit(Refusal(option=name, value=1, kind=Kind.CONFLICT, why=why, use=use))
     per_node = max(n_gpus, 1)

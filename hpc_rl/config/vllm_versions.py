@@ -6,7 +6,7 @@ from hpc_rl.config.options.inference import VLLMConfig
 NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "model", "tokenizer", "uds", "tensor_parallel_size", "enable_scale_out", "logprobs_mode",
-    "generation_config", "worker_extension_cls", "runner", "weight_transfer_config",
+    "generation_config", "worker_extension_cls", "runner", "weight_transfer_config", "enable_sleep_mode",
     "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras",
 )  # fmt: skip
 

@@ -29,6 +29,7 @@ from hpc_rl.core.allocation import Servers, Train, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.plan.memory import (
+    CUDA_BYTES,
     DTYPE_BYTES,
     GB,
     MB,
@@ -223,7 +224,7 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
     if not isinstance(config, GRPOConfig | DPOConfig):
         return load
     if isinstance(config, GRPOConfig):
-        load = replace(load, batch_tokens=work.tokens, publishes=True)
+        load = replace(load, batch_tokens=work.tokens, publishes=True, shares_gpu=plan.shares_gpus)
         if config.critic is not None:
             load = replace(load, critic=config.critic, critic_shape=_measure_critic(config.critic, models))
     reference = find_loaded_reference(config)
@@ -257,18 +258,18 @@ def _estimate_servers(config: Config, plan: Plan, models: Models, gpu_gb: int | 
         return []
     views = [(view_pool(config, servers.pool), servers) for servers in parse(plan.allocation).pools]
     return [
-        _estimate_server(view, servers, shape, plan.device == "cuda", gpu_gb)
+        _estimate_server(view, servers, shape, plan, gpu_gb)
         for view, servers in views
         if (shape := ModelShape.of(models.get(view.actor.path, {}), view.actor.is_critic))
     ]
 
 
 def _estimate_server(
-    view: GRPOConfig, servers: Servers, shape: ModelShape, has_gpus: bool, gpu_gb: int | None
+    view: GRPOConfig, servers: Servers, shape: ModelShape, plan: Plan, gpu_gb: int | None
 ) -> ServerMemory:
     """Return the memory of a server on each of its GPUs; on CPUs, of its process."""
     section, backend = getattr(view, servers.backend), SERVER_BACKENDS[servers.backend]
-    on_gpus, cache_bytes, problem = has_gpus and backend.on_gpus, None, ""
+    on_gpus, cache_bytes, problem = plan.device == "cuda" and backend.on_gpus, None, ""
     weight_bytes, token_bytes = _count_weights(section, servers, shape, servers.t if on_gpus else 1)
     if not on_gpus:
         given = view.launcher.inference_server_mem_per_gpu * servers.units_per_replica * MB
@@ -279,6 +280,8 @@ def _estimate_server(
     elif gpu_gb is not None:
         share = getattr(section, _SHARES[servers.backend]) or USUAL_SHARE
         cache_bytes = gpu_gb * GB * share - weight_bytes
+        if plan.shares_gpus:  # CUDA of the trainer stays
+            cache_bytes -= CUDA_BYTES
         if cache_bytes < token_bytes:
             problem = _describe_too_large(view, servers, shape, gpu_gb, share)
     return ServerMemory(

@@ -30,6 +30,8 @@ CHUNK_LOGITS_ON_GPU = 320 << 20
 FILE_BYTES = 5_000_000_000  # size of a published or exported file, as in engines/shared/hf_io.py
 CUDA_BYTES = 2 * GB  # on the GPU, for CUDA's context, NCCL and the libraries' workspaces
 PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch, with CUDA and without
+RELEASED_SERVER = "CUDA of the server"  # that shares the GPU and has released its memory
+OFFLOADED = "state, while the server generates"
 LOADING_BYTES = 300 * MB  # pieces of weights during loading
 BATCH_BYTES_PER_TOKEN = 60  # the received bytes, the decoded ones, and the computed columns
 
@@ -194,6 +196,7 @@ class RankLoad:
     saves: bool = False  # writes checkpoints
     saves_copies: bool = False  # writes checkpoints while training continues
     publishes: bool = False  # its weights go to servers
+    shares_gpu: bool = False  # with a server, in turn
     reference: TrainEngineConfig | None = None
     reference_shape: ModelShape | None = None
     critic: TrainEngineConfig | None = None
@@ -381,7 +384,10 @@ def make_critic_load(load: RankLoad) -> RankLoad:
 
 def _add_critic(policy: RankMemory, critic: RankMemory) -> RankMemory:
     """Return the memory of a rank that trains both, one after the other."""
-    shared = {"CUDA and NCCL", "Python and PyTorch", "weights while they are loaded", "batch"}
+    shared = {
+        *("CUDA and NCCL", RELEASED_SERVER, "Python and PyTorch"),
+        *("weights while they are loaded", "batch"),
+    }
     standing = sum(size for name, size in critic.standing.items() if name not in shared)
     host = sum(size for name, size in critic.host.items() if name not in shared)
     return RankMemory(
@@ -422,6 +428,8 @@ def _count_standing(load: RankLoad) -> Items:
         items["merged weights"] = load.frozen_bytes
     if load.on_gpu:
         items["CUDA and NCCL"] = CUDA_BYTES
+        if load.shares_gpu:
+            items[RELEASED_SERVER] = CUDA_BYTES
     return items
 
 
@@ -592,6 +600,10 @@ def _count_host(load: RankLoad) -> Items:
         items["parameters, moments and gradients"] = 16 * shard
     if engine.fsdp.offload_params:
         items["frozen parameters"] = load.frozen_bytes
+    if load.shares_gpu and load.on_gpu:
+        moved = _count_standing(load)
+        kept = ("gradients", "CUDA and NCCL", RELEASED_SERVER)
+        items[OFFLOADED] = _round_page_locked(sum(moved[name] for name in moved if name not in kept))
     if _has_offloaded_activations(load):
         layer = load.tokens / load.mesh.c * load.compute_bytes * load.shape.width / load.width_parts
         items["activations"] = load.num_layers * _round_page_locked(layer)

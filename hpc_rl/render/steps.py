@@ -99,6 +99,9 @@ def make_plan_lines(plan: Plan) -> list[str]:
             rows += _make_server_rows(units)
         else:
             rows += [(_format_nodes(unit.nodes), role, _describe_size(unit)) for unit in units]
+    if plan.shares_gpus:
+        nodes = _format_nodes(list(range(plan.n_nodes)))
+        rows.append((nodes, "turns", "servers and trainer use the same units, one after the other"))
     if plan.layout == "jobs":
         servers = plan.find_group("servers").nodes
         text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"

@@ -7,12 +7,16 @@ here expires: after the end of a trainer the server stays as it is until the nex
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 from hpc_rl.servers.base import Answer
 from hpc_rl.servers.proxy import RELEASED, UP, Proxy
 from hpc_rl.servers.wire import make_refusal
+
+logger = logging.getLogger(__name__)
 
 
 class LentMemory:
@@ -40,11 +44,14 @@ class LentMemory:
             return 200, {"state": RELEASED}
         if proxy.lifecycle not in UP:  # it starts: the trainer asks again
             return 503, make_refusal(f"the server is {proxy.lifecycle}")
+        begun = time.monotonic()
         proxy.enter(RELEASED)
         # a running request continues after the resume
         status, answer = await proxy.backend.request("/pause_generation", {"mode": "retract"})
         if status == 200:
             status, answer = await proxy.backend.request("/release_memory_occupation", {})
+        if status == 200:
+            logger.info("the server has released its memory in %.3f s", time.monotonic() - begun)
         return self._check("release its memory", status, answer)
 
     async def _resume(self, _body: dict[str, Any]) -> Answer:
@@ -57,6 +64,7 @@ class LentMemory:
         if not proxy.version:
             self._lent.set()
             return 200, {"state": proxy.lifecycle}
+        begun = time.monotonic()
         # weights first: while they are loaded, the memory of the KV cache is still free
         calls: list[tuple[str, dict[str, Any]]] = [
             ("/resume_memory_occupation", {"tags": ["weights"]}),
@@ -72,6 +80,7 @@ class LentMemory:
             status, answer = await proxy.backend.request(path, body)
             if status != 200:
                 return self._check(f"resume with weights {weights['label']}", status, answer)
+        logger.info("the server has its memory again after %.3f s", time.monotonic() - begun)
         return proxy.note_update(weights["label"], 200, {"state": "serving"})
 
     def _check(self, what: str, status: int, answer: Any) -> Answer:

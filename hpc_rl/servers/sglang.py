@@ -129,6 +129,8 @@ class SGLangBackend:
         settings = make_settings(config.sglang, place.device, max(1, place.num_gpus), place.index)
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor, place.device)
+        if place.shares_gpus and place.device != "cpu":  # where nothing can be released
+            settings["enable_memory_saver"] = True
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
             settings=settings
@@ -188,6 +190,8 @@ class SGLangBackend:
             return await self._compute_logprobs(body or {})
         if path == "/pause_generation":
             return await self._pause(body or {})
+        if path == "/release_memory_occupation":
+            await self._wait_until_idle()
         if path == "/continue_generation":
             self._streams.resume()
         if path in GENERATES and self._newest:
@@ -312,6 +316,15 @@ class SGLangBackend:
             if answer[0] == 200:
                 self._streams.pause()
         return answer
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until a paused SGLang computes nothing: with a running request, it would exit at a release."""
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            status, answer = await self.process.request("/v1/loads", None)
+            if status == 200 and not any(one["num_running_reqs"] for one in answer["loads"]):
+                return
+            await asyncio.sleep(0.05)
 
     async def _interrupt(self) -> None:
         """End running streams with their tokens so far: retracted, they would be met by an update."""

@@ -269,6 +269,8 @@ class VLLMBackend:
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor.lora_rank)
             env |= ADAPTER_ENVIRONMENT
+        if place.shares_gpus and place.device != "cpu":  # where nothing can be released
+            settings["enable_sleep_mode"] = True
         if config.actor.is_critic:
             settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}
             settings["runner"] = "pooling"
@@ -497,6 +499,16 @@ class VLLMBackend:
             self._is_paused = self._is_paused and answer[0] != 200
         return answer
 
+    async def _release_memory(self, _body: dict[str, Any]) -> Answer:
+        """Drop weights and cache of a paused vLLM; the weights must be loaded again."""
+        async with self._control:
+            return await self.process.request("/sleep?level=2&mode=keep", {})
+
+    async def _resume_memory(self, body: dict[str, Any]) -> Answer:
+        tags = "&".join(f"tags={tag}" for tag in body.get("tags") or ())
+        async with self._control:
+            return await self.process.request(f"/wake_up?{tags}", {})
+
     async def _abort(self, body: dict[str, Any]) -> Answer:
         rid, everything = body.get("rid") or "", bool(body.get("abort_all"))
         if not rid and not everything:
@@ -654,6 +666,8 @@ class VLLMBackend:
         "/begin_weight_update": _begin,
         "/update_weights_from_distributed": _receive,
         "/end_weight_update": _end,
+        "/release_memory_occupation": _release_memory,
+        "/resume_memory_occupation": _resume_memory,
         "/flush_cache": _flush,
         "/weights_checker": _check_weights,
         "/model_info": _info,

@@ -25,7 +25,7 @@ from hpc_rl.core.trial import load_json
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.doctor.machine import measure_usable_memory
 from hpc_rl.plan.estimate import DiskUse, Estimate, ServerMemory, Work, estimate, format_gb, format_items
-from hpc_rl.plan.memory import MB, Items, Models
+from hpc_rl.plan.memory import MB, OFFLOADED, Items, Models
 from hpc_rl.plan.schema import Plan
 
 LABEL = 11  # width of the first column
@@ -102,6 +102,7 @@ def describe_needs(found: Estimate, config: Config, plan: Plan) -> list[str]:
         *_describe_ranks(found),
         *_describe_host(found, plan),
         *(line for server in found.servers for line in _describe_servers(server, plan)),
+        *_describe_turns(found, plan),
         *_describe_disk(found.disk, sum(unit.pool == DEFAULT_POOL for unit in plan.units)),
     ]
 
@@ -178,6 +179,23 @@ def _describe_servers(server: ServerMemory, plan: Plan) -> Iterator[str]:
     if server.token_bytes:
         text += f", {server.token_bytes / 1024:.0f} KB of keys and values each"
     yield _format_row("servers", text)
+
+
+def _describe_turns(found: Estimate, plan: Plan) -> Iterator[str]:
+    """Describe the memory of both phases if servers and trainer take turns."""
+    if not plan.shares_gpus or not found.servers:
+        return
+    [server] = found.servers
+    text = "the servers release weights, keys and values while the trainer trains"
+    if found.load.on_gpu:
+        offloaded = format_gb(found.trainer.host[OFFLOADED])
+        cache = "keys and values" if server.cache_bytes is None else format_gb(max(0.0, server.cache_bytes))
+        text = (
+            f"a GPU has {format_gb(found.trainer.device_bytes)} of the trainer while it trains; then "
+            f"{format_gb(server.weight_bytes)} of weights and {cache} of the server, and the trainer has "
+            f"{offloaded} in CPU memory"
+        )
+    yield _format_row("turns", text)
 
 
 def _describe_disk(disk: DiskUse, num_servers: int) -> Iterator[str]:

@@ -82,6 +82,8 @@ EXACT = {
     "embedded.batch_invariant": True,
 }
 
+SHARED = {**EXACT, "allocation_mode": "embedded:d1|fsdp:d1"}
+
 NUM_ROWS = 32  # of few.jsonl, an epoch that several trials see more than once
 
 
@@ -204,6 +206,21 @@ class Killed:
             self.until(lambda victim=victim: self.over or self._kill(victim, luck))
             if self.over:
                 return
+
+    def kill_in_turn(self, victim: str, holder: str, luck: random.Random) -> None:
+        """Kill one while `holder`, trainer or servers, has the units that both share."""
+        enough = self.num_rows() + 1
+        self.until(lambda: self.num_rows() >= enough or self.over)
+        self.until(lambda: self.over or (self.holder == holder and self._kill(victim, luck)))
+        assert not self.over
+
+    @property
+    def holder(self) -> str:
+        """Who has the shared units, by the newest log of a server."""
+        logs = sorted(self.trial.attempts.glob("*/logs/server-*.log"), key=lambda path: path.stat().st_mtime)
+        text = logs[-1].read_text() if logs else ""
+        released = text.rfind("has released its memory")
+        return "trainer" if released > text.rfind("is serving weights") else "servers"
 
     def kill_at_random(self, count: int, luck: random.Random, longest_pause_s: float) -> None:
         """Kill any process, `count` times, while roles start, load, save or end, too; every second time it

@@ -11,6 +11,7 @@ from kill_anything import (
     IN_ORDER,
     NUM_ROWS,
     READY,
+    SHARED,
     VICTIMS,
     Killed,
     Trials,
@@ -101,6 +102,19 @@ def test_in_order_and_synchronous_kills_change_no_weight(trials):
     killed = trials.start(EXACT, held=True)
     killed.kill_each([*shuffled(luck), "server+trainer"], luck)
     assert len(killed.kills) == 6
+    killed.finish().promises.check()
+    assert killed.weights() == whole.weights() != killed.base_weights()
+
+
+@pytest.mark.soak
+def test_kills_in_both_phases_of_shared_units_change_no_weight(trials):
+    luck = new_luck()
+    whole = trials.start(EXACT, "-whole").finish()
+    killed = trials.start(SHARED, held=True)
+    pairs = [(victim, holder) for victim in VICTIMS for holder in ("trainer", "servers")]
+    for victim, holder in luck.sample(pairs, len(pairs)):
+        killed.kill_in_turn(victim, holder, luck)
+    assert len(killed.kills) == len(pairs)
     killed.finish().promises.check()
     assert killed.weights() == whole.weights() != killed.base_weights()
 

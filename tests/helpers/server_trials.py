@@ -17,7 +17,9 @@ from hpc_rl.core.trial import Trial
 BATCH_SIZE = 8
 
 
-def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides: str) -> tuple[Path, Trial]:
+def run_trial(
+    here: Path, backend: str, python: str, num_steps: int, *overrides: str, shares_units: bool = False
+) -> tuple[Path, Trial]:
     """Run a trial of synchronous steps: batch k is made by version k-1 and by nothing else."""
     make_quickstart(here)
     make_model(here / "quickstart/warm", 1)  # the toy's is too small for some
@@ -27,7 +29,13 @@ def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides:
     )
     submit = ("submit", "--follow", "--config", ROOT / "configs/grpo.yaml", "trial_name=real")
     allocation = f"allocation_mode={backend}:d1+{backend}[liked]:d1+fsdp:d1"
-    servers = (allocation, f"launcher.inference_server_python={python}", f"pools.liked.path={here / 'liked'}")
+    # a random model never gets a sum right, and would not learn
+    reward = ("rollout.reward_fn=counting:reward,liked", "rollout.reward_weights=[1,0]")
+    pools = (f"pools.liked.path={here / 'liked'}",)
+    if shares_units:  # a second pool can't
+        allocation = f"allocation_mode={backend}:d1|fsdp:d1"
+        reward, pools = ("rollout.reward_fn=counting:reward",), ()
+    servers = (allocation, f"launcher.inference_server_python={python}", *pools)
     steps = (
         f"total_train_steps={num_steps}",
         f"train_dataset.batch_size={BATCH_SIZE}",
@@ -35,8 +43,6 @@ def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides:
     )
     order = ("rollout.max_head_offpolicyness=0", "rollout.batch_order=in_order")
     no_evaluation = ("evaluator.freq_steps=null", "valid_dataset=null", "saver.freq_steps=1")
-    # a random model never gets a sum right, and would not learn
-    reward = ("rollout.reward_fn=counting:reward,liked", "rollout.reward_weights=[1,0]")
     words = (*submit, "launcher.type=local", *servers, *steps, *order, *no_evaluation, *reward, *overrides)
     done = hpc_rl(*words, cwd=here, timeout_s=500, check=False)
     trial = trial_of(here, "real")
@@ -111,6 +117,19 @@ class ServerTrial:
                 if ours in command and b"pytest" not in command:
                     left.append(command)
         assert not left
+
+
+class SharedUnitsTrial(ServerTrial):
+    """The tests of a trial whose server and trainer take turns."""
+
+    test_scores_are_those_of_the_reward_model = None  # it has no second pool
+
+    def test_the_server_gives_up_its_memory_for_each_step(self, finished):
+        _, trial = finished
+        logs = [path.read_text() for path in trial.dir.glob("attempts/*/logs/server-0.*.log")]
+        assert len(logs) == 1  # it never restarted
+        assert logs[0].count("has released its memory") > self.NUM_STEPS
+        assert logs[0].count("has its memory again") >= self.NUM_STEPS
 
 
 def max_difference(model, groups) -> float:

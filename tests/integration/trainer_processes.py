@@ -47,7 +47,7 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
     return trial
 
 
-def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
+def write_plan(trial: Trial, kind: str, num_ranks: int, allocation: str = "") -> None:
     modules = {
         "server": "hpc_rl.roles.server",
         "rollout": "hpc_rl.roles.rollout",
@@ -71,7 +71,7 @@ def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
         experiment_name="toy",
         trial_name=trial.name,
         trainer=kind,
-        allocation=f"embedded:d1+fsdp:d{num_ranks}" if kind == "grpo" else f"fsdp:d{num_ranks}",
+        allocation=allocation or f"{'embedded:d1+' if kind == 'grpo' else ''}fsdp:d{num_ranks}",
         pools=[Pool(name=DEFAULT_POOL, backend="embedded")] if kind == "grpo" else [],
     )
     write_json(trial.plan_json, plan.to_json())

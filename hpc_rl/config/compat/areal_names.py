@@ -128,7 +128,7 @@ NAMES: dict[str, OtherName] = {
     "vllm.distributed_executor_backend": OtherName(
         idle=("mp",), why="set it as --distributed-executor-backend in vllm.extra_args"
     ),
-    "vllm.enable_sleep_mode": OtherName(idle=(False,), why="servers and trainer share no GPU"),
+    "vllm.enable_sleep_mode": OtherName(idle=(ANY,), why="it is set if servers and trainer share GPUs"),
     "vllm.disable_sliding_window": OtherName(
         idle=(True,), why="vLLM does it if a model needs it; else use vllm.extra_args"
     ),

@@ -34,6 +34,7 @@ from hpc_rl.config.rules import (
     pool_rules,
     sampling_rules,
     sglang_rules,
+    sharing_rules,
     slurm_rules,
     teacher_rules,
     training_rules,
@@ -69,6 +70,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *judge_rules.GRPO_RULES,
     *curriculum_rules.GRPO_RULES,
     *distillation_rules.GRPO_RULES,
+    *sharing_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [
     *dataset_rules.RULES,

@@ -7,6 +7,7 @@ from typing import Any
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import find_server_backend, list_given
+from hpc_rl.config.rules.sharing_rules import has_shared_units
 from hpc_rl.config.rules.training_rules import (
     find_reference,
     find_trained_model,
@@ -42,6 +43,8 @@ def _explain_merging(config: GRPOConfig) -> str:
     """Return why servers can't get an adapter alone; empty if they can."""
     if config.actor.weight_update_mode == "xccl":
         return "actor.weight_update_mode xccl sends whole models"
+    if has_shared_units(config):
+        return "servers that take turns with the trainer load whole models"
     if find_server_backend(config) == "sglang" and not config.cluster.n_gpus_per_node:
         return "SGLang loads adapters only on GPUs"
     if find_server_backend(config) == "vllm" and config.actor.lora_rank > MAX_RANK_OF_VLLM:

@@ -72,7 +72,7 @@ class TrainedEngine:
     def offload(self) -> None:
         if self.device.type != "cuda":
             return
-        self._offload = self._offload or Offload()
+        self._offload = self._offload or Offload(self.device)
         self._offload.move_out(one for one in self.list_tensors() if one.is_cuda)
 
     def reload(self) -> None:

@@ -25,6 +25,7 @@ from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import engine as fsdp
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared import model
+from hpc_rl.engines.shared.offload import Offload
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
 
@@ -400,3 +401,19 @@ def test_publishing_a_small_model_takes_milliseconds(model_dir, tmp_path) -> Non
 def test_an_attention_that_is_not_there_is_a_bad_configuration(model_dir, name, words):
     with pytest.raises(ConfigError, match=rf"can't build the model .* \(attn_impl '{name}'\): .*{words}"):
         model.build(config_of(model_dir, init_from_scratch=True, attn_impl=name), 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # in bfloat16 FSDP divides the model
+def test_training_goes_on_after_its_memory_was_given_away(model_dir, dtype):
+    whole, moved = engine_of(model_dir, dtype=dtype), engine_of(model_dir, dtype=dtype)
+    offload = Offload(torch.device("cpu"))
+    for step in range(3):
+        assert train(moved, step) == train(whole, step)
+        storages = [tensor.untyped_storage() for tensor in moved.list_tensors()]
+        size = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+        shards = sum(shard.local.nbytes for shard in moved.shards)
+        assert size >= 3 * shards  # parameters and both moments
+        offload.move_out(moved.list_tensors())
+        assert not any(one.nbytes() for one in storages)
+        offload.move_back()
+        assert_equal_weights(weights_of(moved), weights_of(whole))

@@ -58,6 +58,24 @@ def make_demand(replicas: int, size: int, ranks: int) -> Demand:
             Placement([0], 8, [(1, 0), (2, 0)]),
             id="whole nodes each",
         ),
+        pytest.param(
+            Demand(16, (PoolDemand(4, 4),), is_shared=True),
+            2,
+            8,
+            Placement([0, 1], 8, [(0, 0), (0, 4), (1, 0), (1, 4)]),
+            id="the same GPUs",
+        ),
+        pytest.param(
+            Demand(6, (PoolDemand(2, 3),), is_shared=True),
+            2,
+            3,
+            Placement([0, 1], 3, [(0, 0), (1, 0)]),
+            id="whole nodes of both",
+        ),
+        pytest.param(
+            Demand(8, (PoolDemand(8),), is_shared=True), 2, 8, None, id="the same GPUs, others idle"
+        ),
+        pytest.param(Demand(3, (PoolDemand(3),), is_shared=True), 2, 0, None, id="uneven in turn"),
     ],
 )
 def test_place(demand, n_nodes, n_gpus, expected):
@@ -83,6 +101,19 @@ def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
     assert len(placement.servers) == demand.replicas
     assert len(placement.trainer_nodes) * placement.ranks_per_node == demand.ranks
     assert sorted(used) == [(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus)]
+
+
+@given(st.integers(1, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 6), st.sampled_from([1, 2, 4, 8]))
+def test_in_turn_both_have_every_gpu_once(replicas, size, n_nodes, n_gpus):
+    demand = Demand(replicas * size, (PoolDemand(replicas, size),), is_shared=True)
+    nearest = find_nearest(demand, n_nodes, n_gpus)
+    placement = place(nearest, n_nodes, n_gpus) if nearest else None
+    assert (placement is None) == (n_gpus % size != 0)
+    if placement is None:
+        return
+    every = [(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus)]
+    assert [(node, gpu + i) for node, gpu in placement.servers for i in range(size)] == every
+    assert (placement.trainer_nodes, placement.ranks_per_node) == (list(range(n_nodes)), n_gpus)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(2, 8))

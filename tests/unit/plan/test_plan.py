@@ -237,11 +237,33 @@ def test_megatron_is_planned_with_all_its_ranks():
         plan_trial("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
 
 
+def test_servers_and_trainer_in_turn_have_the_same_gpus():
+    gpus = "cluster.n_gpus_per_node=8"
+    made = plan_trial(gpus, "--n_nodes=2", "allocation_mode=sglang:d4t4|fsdp:d16")
+    *servers, _, trainer = made.units
+    assert made.shares_gpus and not plan_trial(gpus).shares_gpus
+    assert [(one.nodes, one.gpu_offset, one.gpus_per_task) for one in servers] == [
+        ([0], 0, 4), ([0], 4, 4), ([1], 0, 4), ([1], 4, 4),
+    ]  # fmt: skip
+    assert (trainer.nodes, trainer.tasks_per_node, trainer.gpus_per_task) == ([0, 1], 8, 1)
+    without = plan_trial("--n_nodes=2", "allocation_mode=embedded:d4|fsdp:d4")
+    assert [one.nodes for one in without.units if one.role == "server"] == [[0], [0], [1], [1]]
+    with pytest.raises(DoesNotFit, match=r"nearest that fits: sglang:d2t4\|fsdp:d8"):
+        plan_trial(gpus, "allocation_mode=sglang:d4t4|fsdp:d16")
+    with pytest.raises(DoesNotFit, match=r"nearest that fits: sglang:d8\|fsdp:d8"):
+        plan_trial(gpus, "allocation_mode=sglang:d4|fsdp:d4")
+
+
+def test_one_gpu_is_enough_in_turn():
+    with pytest.raises(DoesNotFit, match=r"or allocation_mode sglang:d1\|fsdp:d1"):
+        plan_trial("cluster.n_gpus_per_node=1")
+    assert plan_trial("cluster.n_gpus_per_node=1", "allocation_mode=sglang:d1|fsdp:d1").shares_gpus
+
+
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
         ("vllm:d1t2+fsdp:d1", "t needs GPUs"),
-        ("sglang:d4|fsdp:d4", "use '+': sglang:d4+fsdp:d4"),
         ("sglang:d4", "add a trainer: sglang:d4+fsdp:d1"),
         ("sglang:d4+eval", "only evaluates is not implemented"),
         ("fsdp:d4", "add servers, as embedded:d1+fsdp:d4"),
