@@ -50,14 +50,18 @@ def make_launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[s
 
 
 def _make_gpu_option(plan: Plan, unit: Unit) -> str:
-    """Return the option for GPUs, empty in a job without GPUs; in others a step states it even for 0 GPUs."""
+    """Return the options for GPUs, empty in a job without GPUs; in others a step states it even for 0 GPUs.
+
+    Steps of servers that share the trainer's GPUs overlap its step, in CPUs as well.
+    """
     job = plan.units
     if plan.layout == "jobs" and unit.role != "server":
         job = plan.list_units_on(plan.groups[0].nodes)
     if not plan.slurm_knows_gpus or not any(one.gpus_per_task for one in job):
         return ""
     count = unit.gpus_per_task * unit.tasks_per_node
-    return f"--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
+    overlaps = "--overlap " if plan.shares_gpus and unit.role == "server" else ""
+    return f"{overlaps}--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
 
 
 def _make_container_option(unit: Unit, trial_dir: Path) -> str:

@@ -66,8 +66,9 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     num_prompts, start.data = start.ranks.from_rank0(lambda: _count_prompts(config))
     begun = start.ranks.from_rank0(lambda: begin(start))
     publisher = _open_publisher(start, config, stack) if start.ranks.rank == 0 else None
+    lending = publisher if isinstance(publisher, LendingPublisher) else None
     if start.shares_gpus:
-        take_back(start.ranks, publisher)
+        take_back(start.ranks, lending)
     reference = _build_reference(start, config)
     models: list[TrainedModel] = [("actor", config.actor, count_updates_per_step(config))]
     if config.critic is not None:
@@ -101,7 +102,7 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         own = [
             one for one in (*run.engines, reference) if one is not None and not isinstance(one, FrozenBase)
         ]
-        shared = SharedGPUs(own, start.ranks, publisher)
+        shared = SharedGPUs(own, start.ranks, lending, run.stats)
     return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic, shared)
 
 

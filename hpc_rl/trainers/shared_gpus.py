@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hpc_rl.engines.base import Engine
+from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.weights.lending import LendingPublisher
 
@@ -20,6 +21,7 @@ class SharedGPUs:
     engines: Sequence[Engine]  # all models that hold GPU memory
     ranks: Ranks
     publisher: LendingPublisher | None
+    stats: Tracker
 
     @contextmanager
     def lend(self, settle: Callable[[], bool]) -> Iterator[None]:
@@ -28,18 +30,20 @@ class SharedGPUs:
         `settle` waits until a publication in flight has reached the servers; it returns whether one has.
         After an exception in the block the GPUs stay with the servers, because this process ends.
         """
-        for engine in self.engines:
-            engine.offload()
-        self.ranks.any(False)  # all ranks have done it
-        if self.publisher is not None:
-            self.publisher.lend()
-        is_published = settle()
-        if self.publisher is not None and not is_published:
-            self.publisher.resume()
+        with self.stats.timed("turn_s"):
+            for engine in self.engines:
+                engine.offload()
+            self.ranks.any(False)  # all ranks have done it
+            if self.publisher is not None:
+                self.publisher.lend()
+            is_published = settle()
+            if self.publisher is not None and not is_published:
+                self.publisher.resume()
         yield
-        take_back(self.ranks, self.publisher)
-        for engine in self.engines:
-            engine.reload()
+        with self.stats.timed("turn_s"):
+            take_back(self.ranks, self.publisher)
+            for engine in self.engines:
+                engine.reload()
 
 
 def take_back(ranks: Ranks, publisher: LendingPublisher | None) -> None:

@@ -35,6 +35,7 @@ class LendingPublisher(Publisher):
     def __post_init__(self) -> None:
         self._is_lent = threading.Event()
         # only the loop's thread uses these
+        self._turn = asyncio.Lock()  # a call to resume must not arrive after one to release
         self._resumes = False  # servers take their memory
         self._resumed: set[tuple[str, int]] = set()  # keys and epochs of servers that have it
         super().__post_init__()
@@ -68,14 +69,16 @@ class LendingPublisher(Publisher):
         asyncio.run_coroutine_threadsafe(self._take_back(), self._loop).result()
 
     async def _begin_to_resume(self) -> None:
-        self._resumes = True
+        async with self._turn:
+            self._resumes = True
         await self._follow(self._roster.list_leases(at_once=True))
 
     async def _follow(self, leases: dict[str, LeaseView]) -> None:
         """Let servers resume that have not yet, for example because they have restarted."""
-        if self._resumes:
-            waiting = (seen for key, seen in leases.items() if (key, seen.epoch) not in self._resumed)
-            await asyncio.gather(*(self._resume_one(seen) for seen in waiting if seen.alive))
+        async with self._turn:
+            if self._resumes:
+                waiting = (seen for key, seen in leases.items() if (key, seen.epoch) not in self._resumed)
+                await asyncio.gather(*(self._resume_one(seen) for seen in waiting if seen.alive))
 
     async def _resume_one(self, seen: LeaseView) -> None:
         try:
@@ -83,7 +86,7 @@ class LendingPublisher(Publisher):
         except HpcRlError as error:
             logger.info("%s does not resume yet: %s", keys.describe_server(seen.key), error)
         else:
-            if state == "serving" and self._resumes:
+            if state == "serving":
                 self._resumed.add((seen.key, seen.epoch))
 
     def _targets(self) -> dict[str, LeaseView]:
@@ -92,8 +95,9 @@ class LendingPublisher(Publisher):
         return {key: seen for key, seen in self._leases.items() if (key, seen.epoch) in self._resumed}
 
     async def _take_back(self) -> None:
-        self._resumes = False
-        self._resumed.clear()
+        async with self._turn:
+            self._resumes = False
+            self._resumed.clear()
         give_up_at = time.monotonic() + self.setup_timeout_s
         while holding := await self._release_all():
             if time.monotonic() > give_up_at:

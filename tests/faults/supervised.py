@@ -54,10 +54,11 @@ class Fake:
         retries: int = 3,
         units: list[Unit] | None = None,
         rules: dict | None = None,
+        allocation: str = "embedded:d1+fsdp:d1",
     ) -> None:
         units = units or [unit("server"), unit("rollout"), unit("trainer")]
         n_nodes = 1 + max(node for one in units for node in one.nodes)
-        more = {"recover_mode": mode, "recover_retries": retries}
+        more = {"recover_mode": mode, "recover_retries": retries, "allocation": allocation}
         plan = toy_plan(units, sys.executable, n_nodes=n_nodes, **more)
         write_json(self.trial.plan_json, plan.to_json())
         (self.trial.scripts / "steps.sh").write_text(render_steps(plan, self.trial, Path.cwd()))

@@ -1,6 +1,7 @@
 """One embedded replica in a process that can be killed: `replica_process.py TRIAL INDEX MODEL [COUNT_FILE]`.
 
-It writes the number of tokens that its engine has sampled to COUNT_FILE all the time.
+It writes the number of tokens that its engine has sampled to COUNT_FILE all the time. Without a MODEL (""), it shares
+its units with a trainer.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ def main() -> int:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     who = Identity(index, "1.0", 0)
-    replica = Replica(backend, trial, open_names(trial), trial.load_tokens(), who, model)
+    tokens = trial.load_tokens()
+    replica = Replica(backend, trial, open_names(trial), tokens, who, model, shares_gpus=not model)
     return asyncio.run(replica.run(stopping))
 
 

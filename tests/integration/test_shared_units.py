@@ -1,12 +1,20 @@
 """Servers and trainer that take turns on the same units: the same training, and no memory held in between."""
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from toy_trials import make_toy
+from patience import extend
+from toy_trials import ROOT, make_toy
 from trainer_processes import Roles, make_trial, write_plan
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.stats.read import load_history
 
 NUM_STEPS = 4
@@ -59,3 +67,66 @@ def test_units_in_turn_train_as_units_apart_and_continue_each_other(tmp_path):
         run_part(parts, attempt, allocation)
     assert len(list_numbers(whole)) == NUM_STEPS
     assert list_numbers(parts) == list_numbers(whole)
+
+
+MB = 1 << 20
+
+
+def make_large_model(folder: Path) -> int:
+    """Make a model of which a process that holds it can be told by its memory; return its bytes."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10, "vocab_size": 4000}
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+    }
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, **heads, eos_token_id=None))
+    model.save_pretrained(folder)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+async def measure_turns(trial: Trial, process: psutil.Process) -> tuple[list[int], list[list[int]]]:
+    """Return resident bytes before the first turn, then in and after each of two turns, and their tokens."""
+    names, key, tokens = open_names(trial), keys.server("rollout", 0), trial.load_tokens()
+    sizes, made = [], []
+    async with open_session() as session, asyncio.timeout(extend(60)):
+        while key not in (found := names.list_leases(keys.servers("rollout"))):
+            await asyncio.sleep(0.05)
+        client = HttpServerClient(session, found[key].value["url"], tokens["data"], tokens["control"])
+        while (await client.health())["state"] != "released":
+            await asyncio.sleep(0.05)
+        sizes.append(process.memory_info().rss)
+        for turn in range(2):
+            while await client.resume_memory() != "serving":
+                await asyncio.sleep(0.05)
+            sampling = {"max_new_tokens": 200, "temperature": 0}
+            turns = await client.generate_many(
+                [GenerateRequest([5, 6, 7], sampling, f"{turn}-{i}") for i in range(32)]
+            )
+            made.append(turns[0].output_ids)
+            sizes.append(process.memory_info().rss)
+            await client.release_memory()
+            sizes.append(process.memory_info().rss)
+    return sizes, made
+
+
+@pytest.mark.timeout(300)
+def test_between_its_turns_a_server_holds_no_model_and_no_cache(tmp_path):
+    trial = Trial(tmp_path / "trial")
+    trial.make_dirs()
+    trial.make_secret()
+    num_bytes = make_large_model(tmp_path / "model")
+    write_json(trial.current_weights, {"label": "0.1", "path": str(tmp_path / "model")})
+    argv = [sys.executable, ROOT / "tests/integration/replica_process.py", trial.dir, "0", ""]
+    process = subprocess.Popen(argv)
+    try:
+        sizes, made = asyncio.run(measure_turns(trial, psutil.Process(process.pid)))
+    finally:
+        process.kill()
+        process.wait()
+    before, *later = (size / MB for size in sizes)
+    print(f"model {num_bytes / MB:.0f} MB, process {before:.0f} MB, in and after its turns {later}")
+    assert min(later[::2]) > before + num_bytes / MB
+    assert max(later[1::2]) < before + 0.2 * num_bytes / MB + 50  # code that it has loaded since
+    assert len(made[0]) == 200 and made[1] == made[0]

@@ -117,6 +117,19 @@ def test_units_start_at_once_and_end_with_a_killed_supervisor(fake):
     assert [row["code"] for row in fake.events("exited", "trainer")] == [0]
 
 
+def test_servers_and_trainer_in_turn_see_the_same_gpus(fake):
+    trainer = unit("trainer", 0, tasks=4, gpus=1)
+    servers = [replace(unit("server", index, gpus=2), gpu_offset=2 * index) for index in range(2)]
+    units = [*servers, unit("rollout", 0), trainer]
+    fake.write({"trainer": ["die", "train"]}, units=units, allocation="sglang:d2t2|fsdp:d4")
+    fake.submit(gpus=4)
+    fake.until(fake.ended)
+    assert fake.ended()["exit_code"] == 0, fake.story()
+    gpus = [fake.log(f"{name}-0.{start}-rank0").split()[3] for name in ("trainer",) for start in (0, 1)]
+    gpus += [",".join(fake.log(f"server-{index}.0").split()[3] for index in range(2))]
+    assert len(gpus[0].split(",")) == 4 and set(gpus) == {gpus[0]}
+
+
 def test_a_dead_node_costs_its_replica_only(fake):
     fake.write({"trainer": ["train"], "total": 130}, units=UNITS)
     fake.submit(gpus=4)

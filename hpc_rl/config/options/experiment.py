@@ -55,7 +55,8 @@ class BaseExperimentConfig:
     """Random seed."""
     allocation_mode: str = ""
     """How devices are divided between generation servers and the trainer, such as `sglang:d4+fsdp:d4` or
-    `embedded:d1+fsdp:d1`; empty means derived."""
+    `embedded:d1+fsdp:d1`. With `|`, as in `sglang:d8|fsdp:d8`, both use the same devices in turn. Empty means
+    derived."""
     total_train_epochs: PositiveInt | None = 1
     """Number of passes over the training data. Defaults to null (as many as needed) when either of the next
     two options is set."""
