@@ -128,6 +128,23 @@ def test_weights_come_straight_from_the_files_to_the_gpu(tmp_path, device, keep)
     keep("loading", {"parameters": num_params, "s": took, "gb_per_s": 2 * num_params / 1e9 / took})
 
 
+def test_an_offloaded_engine_leaves_the_gpu_and_goes_on(tmp_path, device, keep) -> None:
+    engine = engine_of(model_of(tmp_path / "model", on(device, "0.5B")), device)
+    engine.train_batch(uneven(device), compute_sequence_loss, 60.0, 1.0)
+    before = logprobs(engine, device)
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    times = []
+    for move in (engine.offload, engine.reload):
+        begin = time.perf_counter()
+        move()
+        times.append(time.perf_counter() - begin)
+        if device == "cuda" and move == engine.offload:
+            assert torch.cuda.memory_allocated() < 0.05 * held
+    assert not differences(before, logprobs(engine, device)).any()
+    engine.train_batch(uneven(device), compute_sequence_loss, 60.0, 1.0)
+    keep("offload", {"bytes": held, "offload_s": times[0], "reload_s": times[1]})
+
+
 @pytest.mark.parametrize("attn_impl", INSTALLED)
 def test_packed_rows_are_as_near_to_float32_as_padded_ones(tmp_path, device, keep, attn_impl) -> None:
     folder = model_of(tmp_path / "model", on(device, "0.5B"))

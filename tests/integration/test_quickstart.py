@@ -39,9 +39,11 @@ def test_a_short_quickstart_goes_from_nothing_to_the_closing_lines(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_learns(tmp_path, seed):
-    said = hpc_rl("quickstart", "--seed", str(seed), cwd=tmp_path, timeout_s=1700).stdout
+@pytest.mark.parametrize(
+    ("seed", "words"), [(1, []), (2, []), (3, []), (1, ["allocation_mode=embedded:d2|fsdp:d2"])]
+)
+def test_it_learns(tmp_path, seed, words):
+    said = hpc_rl("quickstart", "--seed", str(seed), *words, cwd=tmp_path, timeout_s=1700).stdout
     print(said)
     before, after = reward_before_and_after(said)
     assert before <= 0.5
