@@ -1,6 +1,7 @@
 """Servers and trainer that take turns on the same units: the same training, and no memory held in between."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,16 +55,24 @@ def list_numbers(trial: Trial) -> list[tuple[float, ...]]:
     ]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(400)
+def test_a_trial_in_turn_makes_its_steps(tmp_path):
+    trial = make(make_toy(tmp_path, "base"), "in-turn", 3)
+    said = run_part(trial, "1.0", SHARED)
+    assert sum("has released its memory" in line for line in said) >= 3
+    rows = load_history(trial).steps
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["turn_s"] > 0 and row["staleness_mean"] == 0 for row in rows)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_units_in_turn_train_as_units_apart_and_continue_each_other(tmp_path):
     toy = make_toy(tmp_path, "base")
     whole = make(toy, "apart", NUM_STEPS)
     run_part(whole, "1.0", APART)
-    parts = make(toy, "parts", 2)
-    said = run_part(parts, "1.0", SHARED)
-    assert sum("has released its memory" in line for line in said) >= 2
-    for attempt, num_steps, allocation in (("2.0", 3, APART), ("3.0", NUM_STEPS, SHARED)):
-        make(toy, "parts", num_steps)
+    for attempt, num_steps, allocation in (("1.0", 2, SHARED), ("2.0", 3, APART), ("3.0", NUM_STEPS, SHARED)):
+        parts = make(toy, "parts", num_steps)
         run_part(parts, attempt, allocation)
     assert len(list_numbers(whole)) == NUM_STEPS
     assert list_numbers(parts) == list_numbers(whole)
@@ -92,6 +101,7 @@ async def measure_turns(trial: Trial, process: psutil.Process) -> tuple[list[int
     sizes, made = [], []
     async with open_session() as session, asyncio.timeout(extend(60)):
         while key not in (found := names.list_leases(keys.servers("rollout"))):
+            assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
             await asyncio.sleep(0.05)
         client = HttpServerClient(session, found[key].value["url"], tokens["data"], tokens["control"])
         while (await client.health())["state"] != "released":
@@ -119,7 +129,7 @@ def test_between_its_turns_a_server_holds_no_model_and_no_cache(tmp_path):
     num_bytes = make_large_model(tmp_path / "model")
     write_json(trial.current_weights, {"label": "0.1", "path": str(tmp_path / "model")})
     argv = [sys.executable, ROOT / "tests/integration/replica_process.py", trial.dir, "0", ""]
-    process = subprocess.Popen(argv)
+    process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         sizes, made = asyncio.run(measure_turns(trial, psutil.Process(process.pid)))
     finally:

@@ -20,7 +20,7 @@ def check_words(*words: str, base: list[str] = SHARED):
     [
         ("rollout.max_head_offpolicyness=2", "rollout.max_head_offpolicyness"),
         ("actor.weight_update_mode=xccl", "actor.weight_update_mode"),
-        ("environments.commands.one=serve", "environments"),
+        ("environments.own_prompts=true", "environments"),
         ("allocation_mode=sglang:d8|megatron:d8", "allocation_mode"),
         ("launcher.slurm.layout=jobs", "launcher.slurm.layout"),
         ("weights.pause_mode=abort", "weights.pause_mode"),
