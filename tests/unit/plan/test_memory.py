@@ -473,6 +473,26 @@ def test_the_table_of_the_docs_is_what_is_estimated():
         assert found.device_bytes / memory.GB == approx(int(peak), abs=1), mesh
 
 
+def test_in_turn_a_gpu_holds_one_of_both_and_the_other_is_in_cpu_memory():
+    base = [*SFT, *GRPO, "rollout.max_head_offpolicyness=0", "cluster.gpu_mem_gb=80"]
+    roomy = ["launcher.trainer_mem_per_gpu=100000", "actor.mb_spec.max_tokens_per_mb=8192"]
+    shared, alone = (
+        estimate_needs(QWEN3_8B, *roomy, f"allocation_mode={mode}", f"cluster.n_nodes={nodes}", base=base)
+        for mode, nodes in (("sglang:d8|fsdp:d8", 1), ("sglang:d8+fsdp:d8", 2))
+    )
+    assert not shared.problems
+    shard = 8_190_735_360 / 8
+    assert shared.trainer.host["state, while the server generates"] == 2 ** math.ceil(math.log2(12 * shard))
+    assert shared.trainer.device_bytes - alone.trainer.device_bytes == memory.CUDA_BYTES
+    [server], [own] = shared.servers, alone.servers
+    assert own.cache_bytes - server.cache_bytes == memory.CUDA_BYTES
+    words = [*base, *roomy, "cluster.n_gpus_per_node=8", "allocation_mode=sglang:d8|fsdp:d8"]
+    checked = check(load([], words), files=False)
+    plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
+    lines = [line for line in needs.describe_needs(shared, checked.config, plan) if line.startswith("turns")]
+    assert len(lines) == 1 and "of weights and" in lines[0] and "16.0 GB in CPU memory" in lines[0]
+
+
 def test_estimating_reads_no_weights(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     base = [*SFT, f"model.path={tmp_path}", "total_train_steps=1", "cluster.n_gpus_per_node=8"]
