@@ -53,6 +53,18 @@ def test_the_users_srun_options_come_last(tmp_path):
     assert argv[-5:] == ["--mpi=pmix", "--comment=a b", "python", "-m", "a module"]
 
 
+def test_servers_overlap_the_trainer_whose_gpus_they_share(tmp_path):
+    both = (unit(tasks=8, gpus=1), unit(role="server", gpus=8))
+    for allocation, overlaps in (("sglang:t8|fsdp:d8", True), ("sglang:t8+fsdp:d8", False)):
+        plan = {**GPUS, "allocation": allocation}
+        assert ("--overlap" in srun(tmp_path, *both, role="server", **plan)) == overlaps
+        assert "--overlap" not in srun(tmp_path, *both, **plan)
+        in_words = [
+            line for line in make_plan_lines(toy_plan(list(both), "python", **plan)) if "turns" in line
+        ]
+        assert bool(in_words) == overlaps
+
+
 def test_a_step_states_gpus_only_in_a_job_that_has_some(tmp_path):
     both = (unit(gpus=1), unit(role="rollout"))
     assert "--gpus-per-node=0" in srun(tmp_path, *both, role="rollout", **GPUS)
