@@ -69,7 +69,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     lending = publisher if isinstance(publisher, LendingPublisher) else None
     if start.shares_gpus:
         take_back(start.ranks, lending)
-    reference = _build_reference(start, config)
+    frozen = _build_reference(start, config)
+    reference: Scorer | None = frozen
     models: list[TrainedModel] = [("actor", config.actor, count_updates_per_step(config))]
     if config.critic is not None:
         models.append(("critic", config.critic, count_critic_updates_per_step(config)))
@@ -99,10 +100,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None
     shared = None
     if start.shares_gpus:
-        own = [
-            one for one in (*run.engines, reference) if one is not None and not isinstance(one, FrozenBase)
-        ]
-        shared = SharedGPUs(own, start.ranks, lending, run.stats)
+        engines = [*run.engines, *([] if frozen is None else [frozen])]
+        shared = SharedGPUs(engines, start.ranks, lending, run.stats)
     return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic, shared)
 
 
@@ -195,7 +194,7 @@ def _count_prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     return len(prompts), prompts.fingerprint
 
 
-def _build_reference(start: TrainerContext, config: GRPOConfig) -> Scorer | None:
+def _build_reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
     """Return a second, frozen model for the KL terms, or None if they need none. It is never saved."""
     section = find_loaded_reference(config)
     if section is None:
