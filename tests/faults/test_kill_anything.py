@@ -119,6 +119,7 @@ def test_kills_in_both_phases_of_shared_units_change_no_weight(trials):
     assert killed.weights() == whole.weights() != killed.base_weights()
 
 
+@pytest.mark.soak
 def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
     one = trials.start({**IN_ORDER, "recover.retries": 1, "recover.freq_steps": 1000}, total_steps=1000)
     one.kill_each(["trainer"] * 2, new_luck())

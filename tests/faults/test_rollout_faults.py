@@ -82,7 +82,13 @@ def audit(trial, batch_size: int, num_steps: int = STEPS) -> list[list[int]]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("order", "bound"), [("ready", "soft"), ("in_order", "soft"), ("ready", "hard")])
+@pytest.mark.parametrize(
+    ("order", "bound"),
+    [
+        ("ready", "soft"),
+        *(pytest.param(*both, marks=pytest.mark.soak) for both in (("in_order", "soft"), ("ready", "hard"))),
+    ],
+)
 def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
     trial = make_trial(tmp_path, batch_size=3, num_rows=20, batch_order=order, staleness_bound=bound)
     server = FakeServer(trial, max_delay_s=0.3)

@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_rank_count_loads_what_transformers_loads(models, num_ranks):
     gloo_ranks.run(SCRIPT, "equal", num_ranks, models)
     for rank in range(num_ranks):

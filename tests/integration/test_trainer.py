@@ -362,6 +362,7 @@ def test_ppo_learns_a_task_of_two_turns_with_a_reward_each(toy, seed):
     assert np.mean([row["reward"] for row in rows[-5:]]) > 0.9
 
 
+@pytest.mark.soak
 def test_a_reward_model_learns_and_continues_after_a_kill(toy):
     options = [
         "total_train_steps=60",

@@ -136,6 +136,7 @@ def test_one_heterogeneous_job(trials, cluster, until):
     until(lambda: not queue(cluster))
 
 
+@pytest.mark.soak
 def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     options = READY | {"allocation_mode": "embedded:d1+fsdp:d1", "launcher.slurm.comment": "project-7"}
     one = trials.start(options, scheduler="slurm", total_steps=24, held=True)
