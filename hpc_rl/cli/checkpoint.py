@@ -38,6 +38,7 @@ from hpc_rl.trials import (
     trial_index,
 )
 from hpc_rl.trials.checkpoints import (
+    Weights,
     check_import_end,
     check_import_source,
     check_import_step,
@@ -239,21 +240,30 @@ def _export(args: Namespace) -> int:
         name, what = f"weights-{chosen}", f"weights {chosen} of {trial}:"
     there = (args.to or trial.exports / name).expanduser().absolute()
 
-    def write(folder: Path) -> int:
-        if isinstance(chosen, Found):
-            merge = ["--merge"] if args.merge else []
-            return convert("export", trial, chosen.step, "--to", str(folder), *merge)
-        published_weights.write_export(trial, chosen, folder)
-        return ExitCode.DONE
-
-    # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
-    with hold_export(trial, chosen, f"export to {there}"):
-        code = _export_to(there, write)
+    code = write_export(trial, chosen, there, args.merge)
     if code == 0:
         version = chosen.version if isinstance(chosen, Found) else str(chosen)
         value = {"trial": str(trial), "step": chosen.step, "version": version, "path": str(there)}
         print_result(args.json, value, [f"{what} written to {there}"])
     return code
+
+
+def write_export(trial: Trial, chosen: Weights, there: Path, merge: bool = False) -> int:
+    """Write the weights of a checkpoint or a published version to a new folder; return the exit code.
+
+    Raises CannotWrite, Damaged, NothingToResume.
+    """
+
+    def write(folder: Path) -> int:
+        if isinstance(chosen, Found):
+            merged = ["--merge"] if merge else []
+            return convert("export", trial, chosen.step, "--to", str(folder), *merged)
+        published_weights.write_export(trial, chosen, folder)
+        return ExitCode.DONE
+
+    # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
+    with hold_export(trial, chosen, f"export to {there}"):
+        return _export_to(there, write)
 
 
 def _export_to(there: Path, write: Callable[[Path], int]) -> int:

@@ -36,7 +36,8 @@ def main(args: Namespace) -> int:
 
     trial = resolve(args.trial)
     config = from_dict(json.loads(trial.config_json.read_bytes()))
-    if not isinstance(config, GRPOConfig) or config.environments is None:
+    serves = isinstance(config, GRPOConfig) and config.purpose == "serve"
+    if not isinstance(config, GRPOConfig) or (config.environments is None and not serves):
         raise TrialStateError(
             f"trial {trial.name} takes no groups from environments; submit it with a section `environments`"
         )
@@ -46,7 +47,10 @@ def main(args: Namespace) -> int:
             f"trial {trial.name} has no rollout role that runs; see hpc-rl status {args.trial}"
         )
     url, token = seen.value["url"], trial.load_tokens()["data"]
-    urls = {"rollout_server_url": f"{url}/t/{token}", "base_url": f"{url}/t/{token}/v1", "api_key": token}
+    urls = {} if serves else {"rollout_server_url": f"{url}/t/{token}"}
+    urls |= {"base_url": f"{url}/t/{token}/v1", "api_key": token}
+    if args.write and serves:
+        raise TrialStateError(f"trial {trial.name} serves a model: it takes no settings of an environment")
     if args.write:
         settings = make_environment_settings(config, Path(args.write).stem, url, token)
         write_atomic(Path(args.write), yaml.safe_dump(settings), mode=0o600)

@@ -167,8 +167,10 @@ def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
         advice = f"Run `hpc-rl logs {trial} --list` to see the available logs."
         raise TrialStateError(f"{trial} has no log for {given}. {advice}")
     if wanted.keys() <= {"attempt"}:
-        of_role = {role: [log for log in matching if log.role == role] for role in ("trainer", "supervisor")}
-        default = _pick_newest(of_role["trainer"]) + _pick_newest(of_role["supervisor"])
+        roles = ("trainer", "rollout", "supervisor")
+        of_role = {role: [log for log in matching if log.role == role] for role in roles}
+        leading = of_role["trainer"] or of_role["rollout"]  # without a trainer
+        default = _pick_newest(leading) + _pick_newest(of_role["supervisor"])
         return _pick_first_rank(default or _pick_newest(matching))
     return _pick_newest(matching) if "rank" in wanted else _pick_first_rank(_pick_newest(matching))
 

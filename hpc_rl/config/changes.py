@@ -36,6 +36,7 @@ UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `
     "experiment_name": _NAME,
     "trial_name": _NAME,
     "trainer": _NAME,
+    "purpose": _NAME,
     "cluster.fileroot": "the trial is stored there",
     "seed": _DATA,
     "tokenizer_path": _GROUPS,
@@ -59,6 +60,7 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "train_dataset.num_workers", "train_dataset.curriculum", "train_dataset.pass_band",
     "train_dataset.outside_share", "train_dataset.weight_column", "valid_dataset", "gconfig",
     "eval_gconfig", "rollout", "model", "ref", "environments", "pools", "teacher", "weights", "distillation",
+    "keep_best_samples",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer
+from hpc_rl.config.pool_view import find_trained_pool_in
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.allocation import Allocation, Servers, Train, parse
 from hpc_rl.core.backends import choose_server_backend
@@ -43,12 +44,26 @@ def exclude_environment_nodes(config: Config) -> Config:
 def choose_allocation(config: Config) -> tuple[Allocation, list[Refusal]]:
     """Return the allocation, with a note if it is derived."""
     if config.allocation_mode.strip():
-        return parse(config.allocation_mode, find_trained_model(config)[1].backend), []
+        allocation = parse(config.allocation_mode, find_trained_model(config)[1].backend)
+        return _drop_trainer(config, allocation) if not has_trainer(config) else (allocation, [])
     allocation = _derive_allocation(config)
     cluster = config.cluster
     kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
     why = f"is not set, so {allocation} is chosen for {cluster.n_nodes} node(s) {kind}"
     return allocation, [make_note("allocation_mode", why)]
+
+
+def _drop_trainer(config: Config, allocation: Allocation) -> tuple[Allocation, list[Refusal]]:
+    """Return the allocation of a trial without a trainer, whose GPUs its servers get, and a note."""
+    if allocation.train is None or not allocation.pools:
+        return allocation, []
+    name = find_trained_pool_in(config, allocation)
+    pools = tuple(
+        replace(one, d=None) if one.pool == name and config.cluster.n_gpus_per_node else one
+        for one in allocation.pools
+    )
+    alone = fill_stars(config, Allocation(pools=pools))
+    return alone, [make_note("allocation_mode", f"has no trainer for this purpose: {alone} is used")]
 
 
 def _derive_allocation(config: Config) -> Allocation:
@@ -57,6 +72,8 @@ def _derive_allocation(config: Config) -> Allocation:
     engine, servers = find_trained_model(config)[1].backend or "fsdp", choose_server_backend(n_gpus)
     if not isinstance(config, GRPOConfig):
         return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
+    if not has_trainer(config):
+        return Allocation(pools=(Servers(servers, d=n_nodes * max(n_gpus, 1)),))
     if n_nodes * n_gpus == 1:
         why = ": one GPU can't hold both server and trainer at once"
         use = (

@@ -26,6 +26,7 @@ from hpc_rl.core.refusal import Kind, Refusal
 
 ORPHAN_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # of _write_beside
 ORPHAN_S = 24 * 3600
+SCORES = "scores.json"  # of the results of a trial without a trainer, written last
 EXPORT_RECORD_NAME = "hpc_rl.json"  # in every export: step, version, trial
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 
@@ -313,6 +314,7 @@ class Trial:
     # `{"num_versions", "bytes", "steps"}` of the versions that weights.history_gb keeps
     weights_history = _Path("weights/history.json")
     exports = _Path("exports")
+    results = _Path("exports/results")  # of a trial without a trainer
     tensorboard = _Path("tensorboard")  # event files of all attempts, shown as one series
     done = _Path("done.json")
 

@@ -36,6 +36,9 @@ class WeightVersion:
         return cls(int(lineage), int(step))
 
 
+ONLY_VERSION = WeightVersion(0, 0)  # of the policy in a trial without a trainer
+
+
 @dataclass(slots=True)
 class Turn:
     """One generation of a server for one input.

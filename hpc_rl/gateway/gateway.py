@@ -65,7 +65,7 @@ class Gateway:
     Args:
         router: The trial's servers; the caller starts and closes it.
         tokenizer: The model's tokenizer.
-        log: Log of completions.
+        log: Log of completions; None for an endpoint whose completions are not trained on.
         bounds: Limits of the model.
         settings: Limits of the gateway.
         model_name: Shown by /v1/models; requests may name any model.
@@ -75,7 +75,7 @@ class Gateway:
         self,
         router: BalancingRouter,
         tokenizer: Tokenizer,
-        log: GatewayLog,
+        log: GatewayLog | None,
         bounds: Bounds,
         settings: GatewaySettings | None = None,
         model_name: str = "default",
@@ -93,7 +93,7 @@ class Gateway:
         return {
             **vars(self.counters),
             **{name: {"running": gate.running, "waiting": gate.waiting} for name, gate in gates.items()},
-            "log": self.log.get_status(),
+            "log": self.log.get_status() if self.log else None,
             "servers": self.router.describe_servers(),
         }
 
@@ -146,7 +146,8 @@ class Gateway:
             done = [completion for completion in left if completion.done]
             if done:
                 turns = [completion.turn for completion in done]
-                await self.log.append(order.input_ids, turns, order.sampling.get("temperature", 1.0))
+                if self.log is not None:
+                    await self.log.append(order.input_ids, turns, order.sampling.get("temperature", 1.0))
                 self.counters.completions += len(done)
                 self.counters.tokens += sum(len(turn.output_ids) for turn in turns)
             if changed:

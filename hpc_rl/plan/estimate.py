@@ -20,6 +20,7 @@ from hpc_rl.config.options.experiment import (
     RWConfig,
     find_last_step,
     find_loaded_reference,
+    has_trainer,
 )
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.config.options.training import TrainEngineConfig
@@ -146,7 +147,7 @@ class Estimate:
 def estimate(
     config: Config, plan: Plan, models: Models, num_rows: int | None = None, requests_memory: bool = False
 ) -> Estimate | None:
-    """Return the needs of a planned trial; None for an unknown kind of model.
+    """Return the needs of a planned trial; None for an unknown kind of model, and without a trainer.
 
     `num_rows` counts the rows of the training data. With `requests_memory` a node has only the memory that
     the plan requests.
@@ -154,7 +155,7 @@ def estimate(
     section, engine = find_trained_model(config)
     content = models.get(engine.path, {})
     shape = ModelShape.of(content, engine.is_critic)
-    if shape is None:
+    if shape is None or not has_trainer(config):
         return None
     unit = next(unit for unit in plan.units if unit.role == "trainer")
     work = _estimate_work(config, content, num_rows)

@@ -2,7 +2,7 @@
 
 Trainer ranks take the first nodes, with the same number on each; node 0 also has supervisor and rollout.
 Servers take the last nodes. Trainer and servers share a node only if GPUs would otherwise stay idle. If they
-take turns on the same units, both are on all nodes.
+take turns on the same units, both are on all nodes. Without ranks, servers take all nodes.
 """
 
 import math
@@ -60,6 +60,8 @@ def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | Non
         return _place_on_all(demand, n_nodes, n_gpus_per_node)
     if n_gpus_per_node:
         return _place_on_gpus(demand, n_nodes, n_gpus_per_node)
+    if not demand.ranks:
+        return None if demand.replicas < n_nodes else _place_on_processes(demand, n_nodes, 0)
     if n_nodes == 1 or not demand.replicas:
         return None if demand.ranks % n_nodes else _place_on_processes(demand, n_nodes, n_nodes)
     fitting = [
@@ -87,7 +89,7 @@ def _place_on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Pla
     """Place units without GPUs evenly over the nodes of their role; a node holds any number."""
     server_nodes = list(range(trainer_nodes, n_nodes)) or [0]
     servers = sorted((server_nodes[i % len(server_nodes)], 0) for i in range(demand.replicas))
-    return Placement(list(range(trainer_nodes)), demand.ranks // trainer_nodes, servers)
+    return Placement(list(range(trainer_nodes)), demand.ranks // max(trainer_nodes, 1), servers)
 
 
 def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
@@ -160,7 +162,12 @@ def _list_others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator
             units = total or max(count, 1) * step
             yield replace(demand, ranks=units, pools=(PoolDemand(units // first.size, first.size),))
         return
-    if n_gpus_per_node:
+    if not demand.ranks:
+        left = total - sum(pool.units for pool in rest)
+        others = sum(pool.replicas for pool in rest)
+        count = left // first.size if n_gpus_per_node else max(first.replicas, n_nodes - others)
+        yield Demand(0, (PoolDemand(max(count, 1), first.size), *rest))
+    elif n_gpus_per_node:
         total -= sum(pool.units for pool in rest)
         most = (total - 1) // first.size
         wanted = min(max(first.replicas, 1), most)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hpc_rl.config import pool_view
 from hpc_rl.config.devices import choose_allocation, exclude_environment_nodes, fill_stars
 from hpc_rl.config.load.stored import find_trainer, list_open_variables
-from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value, has_trainer
 from hpc_rl.config.rules.slurm_rules import find_job_threads_limit, find_threads_limit, has_gpus
 from hpc_rl.core.allocation import Allocation, Train
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
@@ -49,12 +49,14 @@ def make_plan(
         raise ConfigError(*contradictions)
     train = allocation.train or Train("fsdp")
     pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
-    demand = Demand(train.num_units or 1, pools, together=train.multiple, is_shared=allocation.colocate)
+    ranks = (train.num_units or 1) if has_trainer(config) else 0
+    demand = Demand(ranks, pools, together=train.multiple, is_shared=allocation.colocate)
     if demand.units > MAX_UNITS:
         why, use = f"needs {demand.units} GPUs or processes", f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(_refuse_allocation(allocation, Kind.VALUE, why, use))
     placement = _find_placement(shared, allocation, demand)
-    _refuse_idle_ranks(config, train)
+    if has_trainer(config):
+        _refuse_idle_ranks(config, train)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     own_args = vars(config.launcher.slurm.srun_args)
     units = [
@@ -74,12 +76,13 @@ def make_plan(
         units = [_assign_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
         notes.append(make_note("cluster.n_gpus_per_node", f"is {n_gpus} by default; 0 means no GPUs"))
-    notes += _note_slow_groups(allocation, train, placement) if n_gpus else []
+    notes += _note_slow_groups(allocation, train, placement) if n_gpus and has_trainer(config) else []
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
     plan = Plan(
         experiment_name=config.experiment_name,
         trial_name=config.trial_name,
         trainer=find_trainer(config),
+        purpose=config.purpose if isinstance(config, GRPOConfig) else "train",
         allocation=str(allocation),
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=n_gpus,
@@ -197,8 +200,9 @@ def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[tuple[str,
     pools, usual = "+".join(map(str, allocation.pools)), choose_server_backend(n_gpus)
     if allocation.evaluate:
         yield "a trial that only evaluates is not implemented", "every trial evaluates at its end"
-    if pools and not train:
-        yield "a trial of servers alone is not implemented", f"add a trainer: {pools}+fsdp:d1"
+    if pools and not train and has_trainer(config):
+        alone = "or run `hpc-rl generate`, `evaluate` or `serve`, which need none"
+        yield "it has no trainer", f"add a trainer: {pools}+fsdp:d1; {alone}"
     if not pools and isinstance(config, GRPOConfig):
         yield "generation by the trainer is not implemented", f"add servers, as {usual}:d1+{train}"
     for servers in allocation.pools:
@@ -230,7 +234,7 @@ def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> P
         sized = zip(allocation.pools, other.pools, strict=True)
         pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
         train = allocation.train or Train("fsdp")
-        train = replace(train, d=other.ranks // train.units_per_replica)
+        train = replace(train, d=other.ranks // train.units_per_replica) if demand.ranks else None
         nearest = Allocation(pools=pools, train=train, colocate=allocation.colocate)
         fits = f"the nearest that fits: {nearest}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
@@ -306,15 +310,23 @@ def _make_units(config: Config, allocation: Allocation, placement: Placement) ->
         for servers in allocation.pools
         for index, (node, gpu) in islice(places, servers.d)
     ]
-    has_environments = isinstance(config, GRPOConfig) and config.environments is not None
     rollout = Unit(
         role="rollout",
         nodes=[0],
         cpus_per_task=launcher.rollout_cpus,
         mem_mb_per_task=launcher.rollout_mem_mb,
-        module="hpc_rl.roles.rollout_front" if has_environments else "hpc_rl.roles.rollout",
+        module=_choose_rollout_module(config),
     )
-    return [*replicas, rollout, trainer]
+    return [*replicas, rollout, trainer] if has_trainer(config) else [*replicas, rollout]
+
+
+def _choose_rollout_module(config: Config) -> str:
+    """Return what the rollout role runs: the service of batches, a pass over prompts, or an endpoint."""
+    if not has_trainer(config):
+        is_endpoint = get_value(config, "purpose") == "serve"
+        return "hpc_rl.roles.endpoint" if is_endpoint else "hpc_rl.roles.generator"
+    has_environments = isinstance(config, GRPOConfig) and config.environments is not None
+    return "hpc_rl.roles.rollout_front" if has_environments else "hpc_rl.roles.rollout"
 
 
 def _make_trainer_env(env: dict[str, str], on_gpus: bool, train: Train | None) -> dict[str, str]:

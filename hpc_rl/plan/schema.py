@@ -103,6 +103,7 @@ class Plan:
     experiment_name: str
     trial_name: str
     trainer: Literal["grpo", "teacher", "sft", "rw", "dpo"]
+    purpose: Literal["train", "generate", "evaluate", "serve"] = "train"
     allocation: str  # canonical form
     n_nodes: int
     n_gpus_per_node: int

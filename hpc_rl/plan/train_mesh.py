@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from hpc_rl.config.megatron_models import find_odd_layers, find_rotary_type
-from hpc_rl.config.options.experiment import Config
+from hpc_rl.config.options.experiment import Config, has_trainer
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.training_rules import find_trained_model, list_models
 from hpc_rl.core.allocation import Allocation, Train, parse
@@ -80,6 +80,8 @@ def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpu
 
 def find_problems(config: Config, plan: Plan, contents: Models) -> Iterator[Refusal]:
     """Yield why a mesh can't hold the models of a trial; models without a known config.json are skipped."""
+    if not has_trainer(config):
+        return
     train = parse(plan.allocation).train or Train("fsdp")
     stages = find_trained_model(config)[1].megatron.virtual_pipeline_size
     for section, engine in list_models(config):

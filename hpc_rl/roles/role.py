@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
 from hpc_rl.core import (
     log,
     net,
@@ -98,7 +98,8 @@ class Context:
         Raises ConfigError if the other hosts can't reach any address.
         """
         environments = isinstance(self.config, GRPOConfig) and self.config.environments is not None
-        if self.plan.n_nodes == 1 and not environments and not self.interface:
+        has_clients = environments or get_value(self.config, "purpose") == "serve"
+        if self.plan.n_nodes == 1 and not has_clients and not self.interface:
             return net.LOOPBACK
         return net.choose_address(self.plan.n_nodes, self.interface, list_peer_hosts(os.environ))
 

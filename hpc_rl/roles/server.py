@@ -9,11 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
 from hpc_rl.config.pool_view import view_pool
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import AWAY_S, wait_for_path
 from hpc_rl.core.node_copies import choose_place
+from hpc_rl.core.types import ONLY_VERSION
 from hpc_rl.name_resolve import open_names
 from hpc_rl.roles import role
 from hpc_rl.roles.node_environment import NodeDirectory
@@ -31,7 +32,9 @@ def serve_replica(context: role.Context) -> int:
     unit = next(unit for unit in context.plan.units if unit.role == "server" and unit.index == context.index)
     name = next(pool.backend for pool in context.plan.pools if pool.name == unit.pool)
     who = Identity(context.index, context.attempt.id, context.incarnation, unit.pool)
-    frozen = unit.pool in config.pools
+    of_policy = unit.pool not in config.pools
+    frozen = not of_policy or not has_trainer(config)
+    label = str(ONLY_VERSION) if frozen and of_policy else ""
     own = view_pool(config, unit.pool)
     log = context.attempt.log(name, context.index, context.incarnation)
     secret = context.attempt.dir / f"{name}-{context.index}.{context.incarnation}.yaml"
@@ -64,6 +67,7 @@ def serve_replica(context: role.Context) -> int:
             context.address,
             frozen,
             shares_gpus,
+            label,
         )
         return asyncio.run(replica.run(context.stopping))
 

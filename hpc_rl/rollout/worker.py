@@ -8,7 +8,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
 from hpc_rl.core.errors import EndpointUnavailable, InputRefused
 from hpc_rl.core.log import redact
 from hpc_rl.core.types import TrajectoryGroup, WeightVersion, encode
@@ -62,7 +62,8 @@ class Worker:
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool, source=source)
         self._teacher = teacher
         self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
-        if (own := config.eval_gconfig) is not None:
+        own = config.gconfig if config.purpose == "generate" else config.eval_gconfig
+        if own is not None:
             sampled = pool.copy_with_sampling(own, "eval_gconfig")
             self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
@@ -118,7 +119,8 @@ class Worker:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         if not prompt["evaluate"]:
             return _make_group_frame(group, prompt, kept=self.config.rollout.keep_samples > 0)
-        return _make_score_frame(group, prompt, kept=index < self.config.evaluator.keep_samples)
+        kept = index < self.config.evaluator.keep_samples or not has_trainer(self.config)
+        return _make_score_frame(group, prompt, kept=kept)
 
     def _log(self, place: str, form: str, *values: Any, counted: str = "prompts") -> None:
         """Log the outcome of a prompt; for repeated places only the 1st, 2nd, 4th, 8th and so on."""

@@ -43,7 +43,7 @@ class NodeBackend:
         Raises Damaged if the version can't be built from the published files.
         """
         if not version or self.copy is None:
-            await self._start_checkpoint(path)
+            await self._start_checkpoint(path, version)
             return
         await self._prepare(version)
         with ExitStack() as held:
@@ -52,16 +52,16 @@ class NodeBackend:
             if not is_adapter(model):
                 await self.backend.start(str(model), version)
                 return
-            await self._start_checkpoint(self.base)
+            await self._start_checkpoint(self.base, "")
             body = {"model_path": str(model), "weight_version": version}
             status, answer = await self.backend.request("/update_weights_from_disk", body)
             if status != 200:
                 raise RoleFailed(f"the adapter of version {version} can't be loaded: {answer}")
 
-    async def _start_checkpoint(self, path: str) -> None:
+    async def _start_checkpoint(self, path: str, version: str) -> None:
         with ExitStack() as held:
             own = await asyncio.to_thread(held.enter_context, self.copies.open_copy(path))
-            await self.backend.start(own, "")
+            await self.backend.start(own, version)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         if self.copy is None or path not in ("/prepare_weights", "/update_weights_from_disk"):

@@ -56,8 +56,8 @@ class Replica:
     """Runs one backend behind its proxy until asked to stop.
 
     Before the first publish it serves the checkpoint at `base_path`; if that is "", it waits. A `frozen`
-    replica always serves that checkpoint and ignores published weights. With `shares_gpus` it has its memory
-    only while the trainer lends it.
+    replica always serves that checkpoint, as the version `label`, and ignores published weights. With
+    `shares_gpus` it has its memory only while the trainer lends it.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class Replica:
         address: str = "127.0.0.1",
         frozen: bool = False,
         shares_gpus: bool = False,
+        label: str = "",
     ) -> None:
-        self._frozen = frozen
+        self._frozen, self._label = frozen, label
         self._backend, self._trial, self._names = backend, trial, names
         self._who, self._base = identity, base_path
         self._address = address
@@ -215,7 +216,8 @@ class Replica:
         while (current := self._current()) is None and not self._base:
             await asyncio.sleep(CHECK_S)
         while True:
-            path, self._loading = (current["path"], current["label"]) if current else (self._base, "")
+            base = self._base, self._label
+            path, self._loading = (current["path"], current["label"]) if current else base
             self.proxy.enter("loading")
             try:
                 await self._backend.start(path, self._loading)

@@ -36,6 +36,9 @@ class RolloutReport(JsonRecord):
     """Counters of one incarnation of the rollout role."""
 
     time: float = 0.0  # when it wrote them, Unix seconds of its node
+    progress: int | None = None  # of a trial without a trainer: grows with the results
+    total: int | None = None  # prompts of such a trial
+    url: str = ""  # of its endpoint
     running: int = 0  # prompts
     ready: int = 0  # finished groups that are not in a batch yet
     sealed: int = 0  # newest batch
@@ -87,6 +90,8 @@ def describe_difficulty(difficulty: Mapping[str, int]) -> str:
 
 def describe_rollout(report: RolloutReport, live: bool) -> str:
     """Return one line of counters; for a live rollout role also its activity."""
+    if report.progress is not None:
+        return _describe_alone(report, live)
     # groups of environments vary in size: `accepted` counts prompts
     made = f"{report.sealed} batches cut" if report.takes_groups else f"{report.accepted} prompts accepted"
     accepted = f"{made}, {sum(report.rejected.values())} rejected"
@@ -101,6 +106,17 @@ def describe_rollout(report: RolloutReport, live: bool) -> str:
     if report.evaluating:
         parts.append("evaluating version " + ", ".join(map(str, report.evaluating)))
     return ", ".join(parts)
+
+
+def _describe_alone(report: RolloutReport, live: bool) -> str:
+    """Return the line of a trial without a trainer."""
+    rejected = sum(report.rejected.values())
+    parts = [f"{report.accepted} requests answered, {rejected} failed"]
+    if report.total is not None:
+        parts = [f"{report.accepted} of {report.total} prompts answered, {rejected} rejected"]
+    if live:
+        parts += [f"{report.running} running", f"{report.servers or 0} servers alive"]
+    return ", ".join([*([f"endpoint {report.url}"] if report.url and live else []), *parts])
 
 
 def describe_environments(report: RolloutReport, live: bool) -> list[str]:

@@ -10,6 +10,7 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import find_fruitless_starts
 from hpc_rl.core.files import Row
 from hpc_rl.core.records import ForkRecord, LineageRecord, TrialState
+from hpc_rl.core.trial import SCORES, load_object
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
@@ -74,6 +75,9 @@ def describe_trial(
             lines.append(format_row("", f"rejected: {describe_reasons(status.rejected)}"))
     if status.history.steps or status.history.evaluations:
         lines += ["", *describe_metrics(status)]
+    scores = load_object(status.trial.results / SCORES)
+    if text := ", ".join(f"{name} {format_number(one)}" for name, one in scores.items() if is_number(one)):
+        lines.append(format_row("scores", flatten_line(text)))
     return lines
 
 
@@ -123,7 +127,9 @@ def format_progress(status: TrialStatus) -> str:
 def describe_plan(plan: dict[str, Any]) -> str:
     nodes = plan.get("n_nodes")
     where = format_count(nodes, "node") if nodes else ""
-    parts = (plan.get("trainer"), plan.get("allocation"), where, f"recover.mode {plan.get('recover_mode')}")
+    purpose = plan.get("purpose", "train")
+    first = plan.get("trainer") if purpose == "train" else purpose
+    parts = (first, plan.get("allocation"), where, f"recover.mode {plan.get('recover_mode')}")
     return ", ".join(str(part) for part in parts if part)
 
 
@@ -141,7 +147,8 @@ def describe_attempt(attempt: AttemptStatus, status: TrialStatus) -> list[str]:
     took = ""
     if attempt.ended and attempt.started:
         took = f" after {format_duration(attempt.ended - attempt.started)}"
-    lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}, {describe_attempt_steps(attempt)}"]
+    steps = f", {describe_attempt_steps(attempt)}" if _trains(status) else ""
+    lines = [f"  {attempt.id:<{WIDTH}}  {attempt.state}{took}   {start}{steps}"]
     in_headline = attempt is status.attempts[-1] and status.reason == attempt.cause
     if attempt.cause and not in_headline:
         lines.append(indent + attempt.cause)
@@ -152,6 +159,10 @@ def describe_attempt(attempt: AttemptStatus, status: TrialStatus) -> list[str]:
         why = f": {lineage.reason}" if lineage.reason else ""
         lines.append(f"{indent}lineage {lineage.lineage} from {describe_origin(lineage)}{why}")
     return lines + [indent + line for line in map(describe_restart, attempt.roles) if line]
+
+
+def _trains(status: TrialStatus) -> bool:
+    return all(job.trains for job in status.jobs)
 
 
 def describe_restart(role: RoleStatus) -> str:

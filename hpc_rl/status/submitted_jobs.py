@@ -23,6 +23,7 @@ class TrialJob:
     cluster: str = ""  # Slurm's name of its cluster; empty if that is not known
     other_length: bool = False  # total_train_* differs from the submission before
     saves: bool = True  # at a stop: its recover.mode is not disabled
+    trains: bool = True
     # starts that a watch on another node gave back, by restart number
     lost_starts: dict[int, JobStateLine] = field(default_factory=dict)
     by_signal: bool = False  # ended by a TERM: of a cancel, a preemption or an administrator's requeue
@@ -49,8 +50,11 @@ def load_jobs(trial: Trial) -> list[TrialJob]:
         if record is not None and record.kind != JobRecord.SERVERS and "_" not in record.job_id:
             jobs.append(_make_job(trial, record))
     jobs.sort(key=lambda job: (job.time, job.job_id))
+    plan = load_object(trial.plan_json) if jobs else {}
     if jobs and jobs[-1].start_mode == "resume":  # the mode of later starts is in the plan alone
-        jobs[-1].saves = load_object(trial.plan_json).get("recover_mode") != "disabled"
+        jobs[-1].saves = plan.get("recover_mode") != "disabled"
+    for job in jobs:
+        job.trains = plan.get("purpose", "train") == "train"
     return jobs
 
 

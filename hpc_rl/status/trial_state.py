@@ -39,6 +39,8 @@ DEAD_JOBS = {
     State.DONE: TrialState.KILLED,  # the supervisor recorded nothing
 }
 NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
+RESULTS_SAVED = "finished prompts are saved"
+ALL_FINISHED = "finished every prompt"
 FIRST_NODE_LOST = (
     "its first node failed, and the rest of the job was terminated; where it may not be requeued "
     "(launcher.slurm.continue_by successor, recover.mode disabled) it has to be recovered by hand"
@@ -62,8 +64,10 @@ def _begins_with(text: str, word: str) -> bool:
     return re.match(rf"{re.escape(word)}\b(?!:)", text) is not None
 
 
-def _describe_saved(saves: bool, final_step: int | None, saved_step: int | None) -> str:
-    if not saves:
+def _describe_saved(job: TrialJob, final_step: int | None, saved_step: int | None) -> str:
+    if not job.trains:
+        return RESULTS_SAVED
+    if not job.saves:
         return NOTHING_SAVED
     if saved_step is None:
         return "no checkpoint was saved"
@@ -83,14 +87,14 @@ def describe_exit(
     unknown = "exited" if code is None else f"exited with code {code}"
     state, text = EXITS.get(code, (TrialState.FAILED, unknown))
     if state is TrialState.DONE:  # the recorded reason adds nothing
-        return state, text
+        return state, text if job.trains else ALL_FINISHED
     if job.cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
         state, text = TrialState.CANCELLED, "cancelled by the user"
     repeats = state is not TrialState.FAILED and _begins_with(reason, state.value)
     if repeats or (reason and state is TrialState.CANCELLED and ended.cause is StopCause.CANCELLED):
         text, reason = reason, ""  # it is more precise than the general text
     if code == ExitCode.STOPPED:
-        text = f"{text}, {_describe_saved(job.saves, final_step, saved_step)}"
+        text = f"{text}, {_describe_saved(job, final_step, saved_step)}"
     return state, ": ".join(filter(None, [text, reason])) or "without a recorded reason"
 
 

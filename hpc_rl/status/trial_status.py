@@ -233,7 +233,7 @@ class StatusReader:
             history=history,
             lineages=lines,
             step=step,
-            total_steps=_find_total_steps(self.trial, history, lines, jobs, reached),
+            total_steps=_find_total_steps(self.trial, history, lines, jobs, reached) if job.trains else None,
             rate=_compute_rate(history, from_step) if self._trains(attempts, lines) else None,
             generation=newest,
             exports=sorted(path.name for path in self.trial.exports.glob("[!.]*") if path.is_dir()),

@@ -274,16 +274,17 @@ class Consequence:
     reason: str
 
 
-def decide_after_trainer(found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
-    """Return the consequence of the exit of a trainer that was not asked to stop.
+def decide_after_leader(role: str, found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
+    """Return the consequence of the exit of the leading role if it was not asked to stop.
 
     `failures`: failures in a row without a new generation, including this one.
     """
     if found.code == ExitCode.DONE:
-        return Consequence(False, ExitCode.DONE, "the trainer reached its last step")
+        done = "the trainer reached its last step" if role == "trainer" else "every prompt has its result"
+        return Consequence(False, ExitCode.DONE, done)
     if found.code == ExitCode.STOPPED:
-        return Consequence(False, ExitCode.STOPPED, found.reason or "the trainer stopped")
-    return decide_after_failure("trainer", found, mode, failures, retries)
+        return Consequence(False, ExitCode.STOPPED, found.reason or f"the {role} stopped")
+    return decide_after_failure(role, found, mode, failures, retries)
 
 
 def decide_after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
@@ -310,23 +311,24 @@ def decide_after_failure(unit: str, found: UnitExit, mode: str, failures: int, r
 
 
 def decide_after_drain(
-    found: UnitExit | None, mode: str, failures: int, retries: int, asked: str
+    role: str, found: UnitExit | None, mode: str, failures: int, retries: int, asked: str
 ) -> Consequence:
-    """Return the consequence of a trainer's exit after a request to stop, for the reason `asked`.
+    """Return the consequence of the leading role's exit after a request to stop, for the reason `asked`.
 
-    `found` is None if no trainer ran. A trainer killed before it could save continues from its newest
-    generation.
+    `found` is None if it did not run. A trainer killed before it could save continues from its newest
+    generation, and a rollout role from its ledger.
     """
     if found is None:
-        return Consequence(False, ExitCode.STOPPED, f"{asked}; no trainer was running")
-    follows = decide_after_trainer(found, mode, failures, retries)
+        return Consequence(False, ExitCode.STOPPED, f"{asked}; no {role} was running")
+    follows = decide_after_leader(role, found, mode, failures, retries)
     if follows.exit_code in (ExitCode.DONE, *FINAL_CODES):
         return follows
     if found.code == ExitCode.STOPPED:
         return Consequence(False, ExitCode.STOPPED, asked)
     if found.by_signal or follows.restart or follows.exit_code == ExitCode.STOPPED:
         why = found.reason or found.code
-        reason = f"{asked}; the trainer exited before it could save ({why}), the newest checkpoint counts"
+        counts = "the newest checkpoint counts" if role == "trainer" else "the finished prompts count"
+        reason = f"{asked}; the {role} exited before it could save ({why}), {counts}"
         return Consequence(False, ExitCode.STOPPED, reason)
     return follows
 

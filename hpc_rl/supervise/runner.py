@@ -62,6 +62,9 @@ class TrialRunner(UnitLoop):
         self._lease: Lease | None = None
         self._registrar: Registrar | None = None
         self._generations: set[tuple[str, int]] = set()
+        # without a trainer, by incarnation of the rollout role
+        self._progress_at_start: dict[int, int] = {}
+        self._with_progress: set[int] = set()
         # The job script may be dead already.
         self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())
         self._observing = RateLimit(OBSERVE_EVERY_S)
@@ -266,6 +269,22 @@ class TrialRunner(UnitLoop):
             if step.isdecimal():
                 self.execute(self.machine.note_progress(int(step)))
         self._generations |= found
+        self._look_for_answers()
+
+    def _look_for_answers(self) -> None:
+        """In a trial without a trainer, note the first progress of each start of the rollout role."""
+        key = ("rollout", 0)
+        leader = self.machine.leader
+        if leader is None or leader.key != key or key not in self.handles:
+            return
+        _, incarnation = self.handles[key]
+        progress = load_object(self.attempt.rollout_report(incarnation)).get("progress")
+        if progress is None:
+            return
+        begun = self._progress_at_start.setdefault(incarnation, progress)
+        if progress > begun and incarnation not in self._with_progress:
+            self._with_progress.add(incarnation)
+            self.execute(self.machine.note_progress(progress))
 
     def _watch_deadline(self, now: float) -> None:
         if self.plan.recover_mode == "disabled":

@@ -1,7 +1,8 @@
 """The pure state machine of one attempt: events in, actions out. It owns no processes, files or clocks.
 
-Phases: RUNNING until a stop is requested or the trainer exits for good; DRAINING while the trainer saves and
-the other units still serve it; ENDING while all units stop; OVER. `now` is any monotonic clock, in seconds.
+The leader is the trainer, or the rollout role of a trial without one. Phases: RUNNING until a stop is
+requested or the leader exits for good; DRAINING while the leader saves and the other units still serve it;
+ENDING while all units stop; OVER. `now` is any monotonic clock, in seconds.
 """
 
 import enum
@@ -134,7 +135,8 @@ class AttemptMachine:
 
     def __init__(self, units: list[Unit], mode: str, retries: int) -> None:
         self.slots: dict[Key, Slot] = {(unit.role, unit.index): Slot(unit) for unit in units}
-        self.trainer = self.slots.get(("trainer", 0))
+        # its exit ends the attempt; an attempt of a server job has none
+        self.leader = self.slots.get(("trainer", 0)) or self.slots.get(("rollout", 0))
         self.mode, self.retries = mode, retries
         self.failures = 0  # failures that use up retries, in a row without a new generation
         self.phase = Phase.RUNNING
@@ -241,13 +243,13 @@ class AttemptMachine:
         slot.incarnation += 1
         if self.phase is Phase.ENDING:
             return actions + self._finish_if_empty()
-        if slot.unit.role == "trainer":
-            return actions + self._handle_trainer_exit(slot, found, now)
+        if slot is self.leader:
+            return actions + self._handle_leader_exit(slot, found, now)
         return actions + self._handle_helper_exit(slot, found, now)
 
     def _uses_retry(self, slot: Slot, found: UnitExit) -> bool:
-        """Return whether an exit uses up a retry: an exit of the trainer, or of any hanging unit."""
-        if slot.unit.role != "trainer":
+        """Return whether an exit uses up a retry: an exit of the leader, or of any hanging unit."""
+        if slot is not self.leader:
             return found.failure is FailureClass.INFRASTRUCTURE and found.by_signal
         if self.phase is not Phase.RUNNING and found.by_signal:
             return False
@@ -272,10 +274,9 @@ class AttemptMachine:
             self._deadline = now + KILL_GRACE_S
             if self.phase is Phase.ENDING:
                 return [Kill(slot.key) for slot in self._list_running()]
-            trainer = self.trainer
-            reason = f"the trainer did not stop within {self.drain_grace_s:g} s"
+            reason = f"the {self._leading_role} did not stop within {self.drain_grace_s:g} s"
             late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
-            return [*late, *([Kill(trainer.key)] if trainer else [])]
+            return [*late, *([Kill(self.leader.key)] if self.leader else [])]
         if self.phase is Phase.DRAINING:
             found = UnitExit(failure_policy.KILLED, "it could not be killed")
             return self._end_all(now, self._finish_drain(found))
@@ -287,14 +288,20 @@ class AttemptMachine:
         event = LogEvent(EventKind.STARTED, slot.about_incarnation)
         return [event, Start(slot.unit, slot.incarnation)]
 
-    def _handle_trainer_exit(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
+    @property
+    def _leading_role(self) -> str:
+        return self.leader.unit.role if self.leader else "trainer"
+
+    def _handle_leader_exit(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if self.phase is Phase.DRAINING:
             return self._end_all(now, self._finish_drain(found))
         if found.code == ExitCode.STOPPED and self._may_stop_for is not None:
             self.stop_cause = self._may_stop_for
             usual_reason, _ = STOPS[self._may_stop_for]
             found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
-        follows = failure_policy.decide_after_trainer(found, self.mode, self.failures, self.retries)
+        follows = failure_policy.decide_after_leader(
+            self._leading_role, found, self.mode, self.failures, self.retries
+        )
         avoid = self._avoid(found)
         if follows.restart:
             pause_s = found.policy.pause_s or failure_policy.compute_pause_s(self.failures)
@@ -368,16 +375,15 @@ class AttemptMachine:
         return [LogEvent(EventKind.FAILING, {"reason": why}), *self._drain(now)]
 
     def _drain(self, now: float) -> list[Action]:
-        trainer = self.trainer
         self.phase = Phase.DRAINING
         self._deadline = now + self.drain_grace_s
-        if trainer is not None and trainer.state is SlotState.RUNNING:
-            return [AskToStop(trainer.key)]
+        if self.leader is not None and self.leader.state is SlotState.RUNNING:
+            return [AskToStop(self.leader.key)]
         return self._end_all(now, self._finish_drain(None))
 
     def _finish_drain(self, found: UnitExit | None) -> Consequence:
         follows = failure_policy.decide_after_drain(
-            found, self.mode, self.failures, self.retries, self._stop_reason
+            self._leading_role, found, self.mode, self.failures, self.retries, self._stop_reason
         )
         if self._result is not None and follows.exit_code != ExitCode.DONE:
             return self._result

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import count_steps, has_own_prompts, list_training_paths
+from hpc_rl.config.options.experiment import (
+    count_steps,
+    has_own_prompts,
+    has_trainer,
+    list_training_paths,
+)
 from hpc_rl.config.rules.check import RulesRefuse, check
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, SchedulerError
 from hpc_rl.core.refusal import Kind, Refusal, order_refusals
@@ -219,7 +224,8 @@ def _make_plan(subject: Subject) -> None:
 def _check_batch(subject: Subject) -> Iterator[Refusal]:
     """Yield that the data has less rows than a batch, and refuse a trial without a step."""
     config, rows = subject.loaded.config, subject.loaded.config.train_dataset
-    if not has_own_prompts(config) or "train_dataset" in subject.unreadable:
+    is_read = has_own_prompts(config) and "train_dataset" not in subject.unreadable
+    if not is_read or not has_trainer(config):
         return
     paths = list_training_paths(config)
     counts = [count_rows(path, rows.batch_size) for path in paths]

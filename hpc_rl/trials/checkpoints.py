@@ -28,6 +28,7 @@ from hpc_rl.trials.published_weights import (
     list_versions,
 )
 
+Weights = Found | WeightVersion  # of a trial, to export: a checkpoint, or published weights
 POLL_S = 0.5  # interval between scans of the checkpoints
 
 
@@ -132,7 +133,7 @@ def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None 
 
 def choose_export(
     trial: Trial, step: int | None = None, metric: str | None = None, label: str | None = None
-) -> Found | WeightVersion:
+) -> Weights:
     """Return the published version with this label, else a checkpoint as `choose_checkpoint` does.
 
     A step without a sound checkpoint is a published version if it can be rebuilt, of the newest lineage.
@@ -157,7 +158,7 @@ def choose_export(
 
 
 @contextmanager
-def hold_export(trial: Trial, chosen: Found | WeightVersion, why: str) -> Iterator[None]:
+def hold_export(trial: Trial, chosen: Weights, why: str) -> Iterator[None]:
     """Keep a checkpoint or a published version from removal. Raises NothingToResume, Damaged if gone."""
     holding = hold(trial, chosen.step, why) if isinstance(chosen, Found) else hold_chain(trial, chosen, why)
     with holding:

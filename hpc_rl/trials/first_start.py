@@ -15,13 +15,14 @@ from typing import Any
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import choose_read_limit, gather, list_seals
-from hpc_rl.config.changes import Change, list_changes, refuse_unsafe
+from hpc_rl.config.changes import Change, digest_options, list_changes, refuse_unsafe
 from hpc_rl.config.load.stored import from_dict, redact_secrets
 from hpc_rl.config.options.experiment import (
     LENGTH_OPTIONS,
     Config,
     GRPOConfig,
     find_last_step,
+    has_trainer,
     list_training_paths,
 )
 from hpc_rl.config.schedule import compute_step_rate, find_highest_rate, is_length_exact
@@ -73,7 +74,8 @@ class FirstStart:
 
     def __init__(self, trial: Trial, config: Config, recovery: Recovery | None = None) -> None:
         self.trial, self.config = trial, config
-        self.mode = "resume" if recovery else config.recover.mode
+        # without a trainer there are no checkpoints: the ledger has what is finished
+        self.mode = "resume" if recovery and has_trainer(config) else config.recover.mode
         self.changes: list[Change] = []  # by find_changes
         self._before: Config | None = None  # what they are changes of
         self._replay = recovery is not None and recovery.replay
@@ -271,6 +273,11 @@ class FirstStart:
 
     def _check_finished(self) -> None:
         trial = self.trial
+        if trial.done.exists() and not has_trainer(self.config):
+            raise NothingToResume(
+                f"{trial} has finished; its results are in {trial.results}. "
+                "To repeat it, give another name by --name."
+            )
         if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in self.changes):
             end = "total_train_steps" if self.config.total_train_epochs is None else "total_train_epochs"
             raise NothingToResume(
@@ -334,11 +341,15 @@ def find_stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> lis
     with contextlib.suppress(ConfigError):
         now = compute_fingerprint(*paths)
         check_same_rows(paths[0], load_fingerprint(trial.rollout), now, "the log was begun")
-        found = list_changes(from_dict(data), config) if data else []
+        before = from_dict(data) if data else config
+        found = list_changes(before, config)
         # the policy that they were made by is still the initial one, whatever it is trained with
         fit = [
             change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
         ]
+        if not has_trainer(config):
+            is_same = digest_options(before) == digest_options(config)
+            fit.append(is_same and not start.judged.changed)
         if data and all(fit) and not (start.count_rejected() and start.judges_anew):
             return []
     left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)

@@ -11,7 +11,7 @@ from hpc_rl.trials import trial_index
 
 def describe_next_steps(status: TrialStatus) -> list[str]:
     lines = []
-    if status.attempts:
+    if status.attempts and status.plan.get("purpose", "train") == "train":
         newest = "none yet" if status.generation is None else f"newest {status.generation}"
         lines.append(format_row("checkpoint", newest))
     if status.exports:
@@ -39,6 +39,8 @@ def suggest_commands(status: TrialStatus) -> list[str]:
     else:
         verbs = [find_failure_log(status), "recover"]
     again = format_submission_command(status) if status.generation is None else ""
+    if status.plan.get("purpose") == "serve" and status.state is TrialState.RUNNING:
+        again = f"{find_program_name()} env urls {trial_index.format_name(status.trial)}"
     return [*trial_index.list_commands(status.trial, *verbs), *filter(None, [again])]
 
 
@@ -49,7 +51,7 @@ def format_submission_command(status: TrialStatus) -> str:
     # other modes refuse what there is of a trial
     if job is None or not failed or status.plan.get("recover_mode") != "auto":
         return ""
-    if job.command[1:2] != ("submit",):
+    if job.command[1:2] not in (("submit",), ("generate",), ("evaluate",), ("serve",)):
         return ""
     return shlex.join([find_program_name(), *job.command[1:]])
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import Config, GRPOConfig, replace_value
+from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer, replace_value
 from hpc_rl.config.rules.slurm_rules import DERIVED, find_job_threads_limit, has_gpus
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, list_models
 from hpc_rl.core import slurm_time
@@ -37,7 +37,7 @@ def adapt_attention(loaded: Loaded, plan: Plan) -> Loaded:
     It is asked once, where the plan has GPUs. Raises ConfigError for an explicit value that it can't.
     """
     config = loaded.config
-    if not config.cluster.n_gpus_per_node:
+    if not config.cluster.n_gpus_per_node or not has_trainer(config):
         return loaded
     has, why = _find_flash_attentions(plan)
     refusals: list[Refusal] = []

@@ -38,6 +38,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
 TrainerName = Literal["grpo", "teacher", "sft", "rw", "dpo"]
+Purpose = Literal["train", "generate", "evaluate", "serve"]
 
 
 @dataclass(kw_only=True)
@@ -92,6 +93,13 @@ class GRPOConfig(BaseExperimentConfig):
 
     train_dataset: PromptDatasetConfig
     """Training prompts."""
+    purpose: Purpose = "train"
+    """What the trial does. `train` has a trainer; the others have servers alone: `generate` answers the
+    prompts of train_dataset, `evaluate` those of valid_dataset, and `serve` answers requests of OpenAI's API.
+    The commands of these names set it. hpc-rl extension."""
+    keep_best_samples: PositiveInt | None = None
+    """Completions per prompt, those of the highest reward, in the file of purpose `generate`; null means all.
+    hpc-rl extension."""
     async_training: bool = True
     """Generate while training; false alternates the two, so that the newest weights make each batch."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -184,8 +192,16 @@ def find_loaded_reference(config: GRPOConfig | DPOConfig) -> TrainEngineConfig |
 
 def has_own_prompts(config: Config) -> bool:
     """Return whether the trial reads `train_dataset`; it does not if it trains on environments alone."""
-    environments = config.environments if isinstance(config, GRPOConfig) else None
-    return environments is None or environments.own_prompts
+    if not isinstance(config, GRPOConfig):
+        return True
+    if config.purpose in ("evaluate", "serve"):
+        return False
+    return config.environments is None or config.environments.own_prompts
+
+
+def has_trainer(config: Config) -> bool:
+    """Return whether the trial trains; without a trainer it has servers and the rollout role only."""
+    return not isinstance(config, GRPOConfig) or config.purpose == "train"
 
 
 def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
@@ -199,8 +215,9 @@ def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
 
 
 def list_training_paths(config: Config) -> list[str]:
-    """Return the paths of the training data, with the sets of a mixture."""
-    return [one.path for name, one in list_datasets(config) if name != "valid_dataset"]
+    """Return the paths of the training data, with the sets of a mixture; of an evaluation, of its data."""
+    evaluates = isinstance(config, GRPOConfig) and config.purpose == "evaluate"
+    return [one.path for name, one in list_datasets(config) if (name == "valid_dataset") is evaluates]
 
 
 def count_steps(config: Config, num_rows: int) -> int:

@@ -11,7 +11,7 @@ from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
-BELOW = ("atlas", "atlas-teacher")
+BELOW = ("atlas", "atlas-teacher", "servers")
 OVER = ("cpu",)
 _BATCH_OF_RANKS = {"train_dataset.sequences_per_rank", "per_device_train_batch_size"}
 _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_", "actor.beta", "ref.path")

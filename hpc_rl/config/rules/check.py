@@ -15,6 +15,7 @@ from hpc_rl.config.options.experiment import (
     Config,
     GRPOConfig,
     get_value,
+    has_trainer,
     replace_value,
 )
 from hpc_rl.config.rules import (
@@ -32,6 +33,7 @@ from hpc_rl.config.rules import (
     lora_rules,
     mpi_rules,
     pool_rules,
+    purpose_rules,
     sampling_rules,
     sglang_rules,
     sharing_rules,
@@ -71,6 +73,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *curriculum_rules.GRPO_RULES,
     *distillation_rules.GRPO_RULES,
     *sharing_rules.GRPO_RULES,
+    *purpose_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [
     *dataset_rules.RULES,
@@ -84,6 +87,19 @@ FILE_RULES: list[Rule] = [
     *distillation_rules.FILE_RULES,
     *container_rules.FILE_RULES,
 ]
+
+# A trial without a trainer may keep the options of the trainer.
+OF_TRAINING: set[Callable[..., Any]] = {
+    *training_rules.RULES,
+    *training_rules.GRPO_RULES,
+    *engine_rules.RULES,
+    *lora_rules.RULES,
+    *algorithm_rules.GRPO_RULES,
+    *sharing_rules.GRPO_RULES,
+    generation_rules.check_groups,
+    environment_rules.check_length,
+    curriculum_rules.check_curriculum,
+}
 
 
 class RulesRefuse(ConfigError):
@@ -111,6 +127,8 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     rules: list[Callable[..., Iterator[Refusal]]] = [*RULES]
     rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
     rules += FILE_RULES if files else []
+    if not has_trainer(config):
+        rules = [rule for rule in rules if rule not in OF_TRAINING]
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
     if refusals := list({str(one): one for one in itertools.chain(*found.values())}.values()):
         so_far = replace(loaded, config=config, adapted=adapted)
@@ -160,7 +178,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
         own = {"n_samples": 1} | {name: getattr(held_out, name) for name in of_eval}
         config = replace(config, eval_gconfig=replace(config.gconfig, **own))
     recover = config.recover
-    if recover.mode != "disabled" and not consistency.has_period(recover):
+    if has_trainer(config) and recover.mode != "disabled" and not consistency.has_period(recover):
         config = replace_value(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
         adapted["recover.freq_secs"] = unset
@@ -171,6 +189,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
 
 
 def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    if isinstance(config, GRPOConfig) and not has_trainer(config):
+        yield from generation_rules.list_notes(config)
+        return
     if isinstance(config, GRPOConfig):
         yield from training_rules.list_notes(config)
         yield from algorithm_rules.list_notes(config)
