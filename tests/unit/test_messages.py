@@ -314,7 +314,7 @@ def a_trainer_that_failed_too_often(fake):
 def a_trainer_that_was_killed_before_it_could_save(fake):
     found = failure_policy.UnitExit(137, "killed by SIGKILL")
     return failure_policy.decide_after_drain(
-        found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason
+        "trainer", found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason
     ).reason
 
 

@@ -343,3 +343,46 @@ def test_a_layout_without_nodes_for_servers_does_not_fit(layout):
 def test_one_machine_plays_no_jobs():
     with pytest.raises(ConfigError, match="layout jobs needs Slurm, but sbatch is not on the PATH"):
         plan_trial("launcher.slurm.layout=jobs", scheduler="local")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allocation", "nodes"),
+    [
+        ([], "embedded:d1", [0]),
+        (["--n_nodes=2"], "embedded:d2", [0, 1]),
+        (["allocation_mode=embedded:d3+fsdp:d2"], "embedded:d3", [0, 0, 0]),
+        (["cluster.n_gpus_per_node=2"], "sglang:d2", [0, 0]),
+        (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d2t2+fsdp:d4"], "vllm:d4t2", [0] * 4),
+        (["cluster.n_gpus_per_node=4", "--n_nodes=2", "allocation_mode=sglang:t4d2"], "sglang:d2t4", [0, 1]),
+    ],
+)
+def test_without_a_trainer_servers_take_everything(overrides, allocation, nodes):
+    made = plan_trial("purpose=generate", *overrides)
+    assert made.allocation == allocation
+    assert [unit.nodes for unit in made.units if unit.role == "server"] == [[node] for node in nodes]
+    assert [(unit.role, unit.module) for unit in made.units if unit.role != "server"] == [
+        ("rollout", "hpc_rl.roles.generator")
+    ]
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option", "words"),
+    [
+        (["allocation_mode=embedded:d1"], "allocation_mode", "it has no trainer"),
+        (["purpose=evaluate"], "valid_dataset", "purpose evaluate needs it"),
+        (["purpose=serve", "actor.init_from_scratch=true"], "actor.init_from_scratch", "no trainer"),
+        (["purpose=serve", "actor.use_lora=true"], "actor.use_lora", "merged"),
+        (["purpose=serve", "launcher.slurm.layout=jobs", "--n_nodes=2"], "launcher.slurm.layout", "layout"),
+        (["keep_best_samples=2"], "keep_best_samples", "no effect with purpose train"),
+        (
+            ["purpose=generate", "--n_nodes=2", "allocation_mode=embedded:d1"],
+            "allocation_mode",
+            "embedded:d2",
+        ),
+    ],
+)
+def test_refusals_without_a_trainer(overrides, option, words):
+    with pytest.raises(ConfigError) as caught:
+        plan_trial(*overrides)
+    assert any(option in refusal.options and words in str(refusal) for refusal in caught.value.refusals)

@@ -13,7 +13,7 @@ from hpc_rl.supervise.failure_policy import (
     classify_exit,
     combine_ranks,
     count_fruitless_attempts,
-    decide_after_trainer,
+    decide_after_leader,
 )
 
 NODE_FAILURE = "srun: error: Node failure on n[2,5]"
@@ -111,7 +111,7 @@ def test_the_policy_of_each_class(failure, first, second, over):
     """The first and the second failure without a new checkpoint, and the one past `recover.retries` = 3."""
     assert set(POLICIES) == set(F)
     for failures, expected in ((1, first), (2, second), (4, over)):
-        follows = decide_after_trainer(UnitExit(137, "words", failure), "auto", failures, 3)
+        follows = decide_after_leader("trainer", UnitExit(137, "words", failure), "auto", failures, 3)
         assert (follows.restart, follows.exit_code) == expected, failures
         assert "words" in follows.reason
         needs_a_person = expected == (False, 70)
@@ -120,8 +120,10 @@ def test_the_policy_of_each_class(failure, first, second, over):
 
 def test_other_modes_never_start_again():
     for failure in F:
-        assert decide_after_trainer(UnitExit(137, "words", failure), "disabled", 1, 3).exit_code == 70
-        assert decide_after_trainer(UnitExit(137, "words", failure), "resume", 1, 3).exit_code == 70
+        assert (
+            decide_after_leader("trainer", UnitExit(137, "words", failure), "disabled", 1, 3).exit_code == 70
+        )
+        assert decide_after_leader("trainer", UnitExit(137, "words", failure), "resume", 1, 3).exit_code == 70
 
 
 def test_attempts_that_bring_nothing_are_counted_until_one_does():

@@ -260,3 +260,18 @@ def test_the_supervisor_of_a_trial_keeps_the_rosters_of_its_pools(make):
         "server/rollout/1": "loading",
     }
     assert runner.machine.slots[SERVER].served_at is not None
+
+
+def test_without_a_trainer_the_results_since_a_start_are_progress(make):
+    runner = make(plan=toy_plan([toy_unit(role, module="none") for role in ("server", "rollout")], "/python"))
+    runner.attempt.make_dirs()
+
+    def report(progress: int) -> list[int | None]:
+        write_json(runner.attempt.rollout_report(0), {"progress": progress})
+        runner._look_for_progress()
+        return [event.step for event in events_of(runner, EventKind.PROGRESS)]
+
+    runner.trial.recover.mkdir(parents=True, exist_ok=True)
+    assert report(5) == [], "what earlier starts finished"
+    assert report(7) == [7]
+    assert report(9) == [7], "once for each start"

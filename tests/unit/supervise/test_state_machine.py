@@ -492,3 +492,33 @@ def test_the_end_of_a_unit_in_words():
 
 def test_pauses():
     assert [compute_pause_s(n) for n in (0, 1, 2, 3, 7, 100)] == [0.5, 0.5, 1, 2, 30, 30]
+
+
+def test_without_a_trainer_the_rollout_role_leads():
+    alone = (SERVER_0, ROLLOUT)
+    world = World(keys=alone).begin()
+    world.end(SERVER_0, 137)
+    world.pass_time(30)
+    world.end(ROLLOUT, 0)
+    assert world.asked == [SERVER_0]
+    world.all_end()
+    assert (world.finish.code, world.finish.reason) == (0, "every prompt has its result")
+
+    world = World(keys=alone).begin()
+    world.stop(StopCause.PREEMPTION)
+    assert world.asked == [ROLLOUT], "it stops while the servers still serve it"
+    world.end(ROLLOUT, 75)
+    world.all_end()
+    assert world.finish.code == 75
+
+    world = World(keys=alone, retries=1).begin()
+    world.end(ROLLOUT, 137, reason="killed")
+    world.pass_time(30)
+    world.do(world.machine.note_progress(3))
+    world.end(ROLLOUT, 137, reason="killed")
+    world.pass_time(30)
+    assert ROLLOUT in world.running, "progress resets the failures"
+    world.end(ROLLOUT, 70, reason="connection reset")
+    assert world.finish is None
+    world.all_end()
+    assert world.finish.code == 70

@@ -1,0 +1,78 @@
+"""Servers without a trainer on a real Slurm: a preemption in the middle of a pass, and of an endpoint."""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+from alone_trials import (
+    NUM_PROMPTS,
+    count_calls,
+    list_arguments,
+    list_finished,
+    load_completions,
+    make_folder,
+)
+from toy_trials import hpc_rl, status, trial_of
+
+pytestmark = pytest.mark.timeout(900)
+PREEMPTS = ["-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"]
+
+
+def submit(folder: Path, command: str, *own: str) -> str:
+    """Submit a trial on two nodes; return the id of its job."""
+    words = [*list_arguments(), "--n_nodes=2", *own, "--json"]
+    return json.loads(hpc_rl(command, "quickstart/base", *words, cwd=folder).stdout)["job_id"]
+
+
+def test_generate_continues_after_a_preemption_without_duplicates(cluster, tmp_path, until):
+    folder = make_folder(tmp_path, waits=True)
+    trial = trial_of(folder, "base-generate")
+    job = submit(folder, "generate", "train_dataset.path=prompts.jsonl", "gconfig.n_samples=2")
+    until(lambda: len(list_finished(trial)) >= 5, 180)
+    cluster.run("sbatch", *PREEMPTS)
+    until(lambda: trial.attempt(f"{job}.0").ended.exists(), 120)
+    before = list_finished(trial)
+    (folder / "go").touch()
+
+    def is_done() -> bool:
+        cluster.hurry(job)
+        return trial.done.exists()
+
+    until(is_done, 300)
+    rows, calls = load_completions(trial), count_calls(folder)
+    expected = [(index, sample) for index in range(NUM_PROMPTS) for sample in range(2)]
+    assert [(row["index"], row["sample"]) for row in rows] == expected
+    assert {calls[index] for index in before} == {2}, "a finished prompt is not repeated"
+    seen = status(folder, "base-generate", "--offline")
+    assert [attempt["state"] for attempt in seen["attempts"]] == ["stopped", "done"]
+    assert "finished prompts are saved" in seen["attempts"][0]["cause"]
+
+
+def test_an_endpoint_serves_again_after_a_preemption(cluster, tmp_path, until):
+    folder = make_folder(tmp_path)
+    trial, job = trial_of(folder, "base-serve"), submit(folder, "serve")
+
+    def answers() -> bool:
+        cluster.hurry(job)
+        done = hpc_rl("env", "urls", "base-serve", "--json", cwd=folder, check=False)
+        if done.returncode:
+            return False
+        urls = json.loads(done.stdout)
+        body = json.dumps({"model": "any", "prompt": "1+1=", "max_tokens": 4}).encode()
+        headers = {"Authorization": f"Bearer {urls['api_key']}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{urls['base_url']}/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return bool(json.load(answer)["choices"][0]["text"])
+        except OSError:  # it stops, or starts
+            return False
+
+    until(answers, 180)
+    cluster.run("sbatch", *PREEMPTS)
+    until(lambda: trial.attempt(f"{job}.0").ended.exists(), 120)
+    until(answers, 300)
+    assert trial.attempt(f"{job}.1").dir.is_dir()
+    hpc_rl("cancel", "base-serve", cwd=folder)
+    until(lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), 120)
+    assert status(folder, "base-serve")["state"] == "cancelled"
