@@ -1,5 +1,7 @@
 """The shared part of `generate`, `evaluate` and `serve`: trials with servers alone."""
 
+from dataclasses import replace
+
 from hpc_rl.cli.checkpoint import write_export
 from hpc_rl.cli.options import CONFIG_FILES, CommandParser, Namespace
 from hpc_rl.cli.outcome import add_outcome, collect_sources, submit_and_report
@@ -24,7 +26,7 @@ def submit(args: Namespace, purpose: str) -> int:
     """Submit a trial without a trainer; return the exit code."""
     sources, model = collect_sources(args), args.model or ""
     if model.endswith(CONFIG_FILES):
-        model, sources = "", prepare.replace(sources, files=[model, *sources.files])
+        model, sources = "", replace(sources, files=[model, *sources.files])
     if not model or without_trainer.is_model(model):
         loaded = without_trainer.load_for_files(sources, purpose, model)
     else:

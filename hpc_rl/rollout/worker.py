@@ -62,9 +62,9 @@ class Worker:
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool, source=source)
         self._teacher = teacher
         self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
-        own = config.gconfig if config.purpose == "generate" else config.eval_gconfig
-        if own is not None:
-            sampled = pool.copy_with_sampling(own, "eval_gconfig")
+        section = "gconfig" if config.purpose == "generate" else "eval_gconfig"
+        if (own := getattr(config, section)) is not None:
+            sampled = pool.copy_with_sampling(own, section)
             self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -8,7 +8,7 @@ from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError, TrialStateError
 from hpc_rl.core.trial import Trial, load_object
-from hpc_rl.trials import forking, prepare
+from hpc_rl.trials import forking, prepare, submission
 from hpc_rl.trials.prepare import ConfigSources
 
 PRESET = "servers"
@@ -54,4 +54,4 @@ def load_for_trial(sources: ConfigSources, purpose: str, parent: Trial, step: in
 
 def find_weights_folder(loaded: Loaded, step: int) -> Path:
     """Return the folder in a trial of the weights of another trial at a step."""
-    return prepare.submission.make_trial(loaded.config).exports / f"model-{step:08d}"
+    return submission.make_trial(loaded.config).exports / f"model-{step:08d}"
