@@ -31,13 +31,22 @@ from hpc_rl.core import checked_file
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged, RoleFailed
 from hpc_rl.core.files import format_size
-from hpc_rl.core.trial import Trial, fsync_dir, list_entries, load_json, write_atomic, write_json
+from hpc_rl.core.trial import (
+    Trial,
+    fsync_dir,
+    list_entries,
+    load_json,
+    load_object,
+    write_atomic,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 MARGIN_BYTES = 64 << 20  # free space that a save leaves for logs, metrics and the batch log
 # 1/3 of a generation is the model; a save leaves space to publish or export it
 WEIGHTS_SHARE = 3
 LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
+EVALUATIONS_KEPT = 8  # newest metrics without a generation
 SCHEMA = 2
 MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.json"
@@ -186,6 +195,7 @@ class Found:
     path: Path
     manifest: Manifest | None
     problem: str = ""
+    evaluated: dict[str, float] = field(default_factory=dict)  # metrics that arrived after it was made
 
     @property
     def version(self) -> str:
@@ -193,7 +203,7 @@ class Found:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.manifest.metrics if self.manifest else {}
+        return {**(self.manifest.metrics if self.manifest else {}), **self.evaluated}
 
 
 def scan(trial: Trial) -> list[Found]:
@@ -204,7 +214,19 @@ def scan(trial: Trial) -> list[Found]:
     paths = [
         trial.recover / entry.name for entry in list_entries(trial.recover) if _FOLDER.fullmatch(entry.name)
     ]
-    return sorted((check(path) for path in paths), key=lambda found: found.step, reverse=True)
+    evaluated = load_object(trial.evaluations)
+    found = (check(path) for path in paths)
+    known = (dataclasses.replace(one, evaluated=evaluated.get(one.version, {})) for one in found)
+    return sorted(known, key=lambda one: one.step, reverse=True)
+
+
+def record_evaluation(trial: Trial, version: str, metrics: dict[str, float]) -> None:
+    """Record the metrics of a version whose generation may exist already. For the owner of the trial only."""
+    evaluated = load_object(trial.evaluations) | {version: metrics}
+    # an asynchronous save may not be found yet
+    needed = {one.version for one in scan(trial)} | {*list(evaluated)[-EVALUATIONS_KEPT:]}
+    trial.recover.mkdir(exist_ok=True)
+    write_json(trial.evaluations, {label: one for label, one in evaluated.items() if label in needed})
 
 
 def check(path: Path) -> Found:

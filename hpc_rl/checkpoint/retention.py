@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,15 +85,20 @@ def check_kept(found: Sequence[Found], policy: RetentionPolicy, known: dict[str,
 
 
 def retain(
-    trial: Trial, policy: RetentionPolicy, holds: Holds | None = None, known: dict[str, str] | None = None
+    trial: Trial,
+    policy: RetentionPolicy,
+    holds: Holds | None = None,
+    known: dict[str, str] | None = None,
+    waits_for: Collection[int] = (),
 ) -> int:
     """Delete the surplus generations that no process holds. Keep `known` between calls.
 
+    With `policy.best`, generations of the steps in `waits_for` stay, because they are being evaluated.
     Returns the step of the oldest kept sound generation, or 0. Raises OSError.
     """
     holds = holds or Holds(trial)
     found = scan(trial)
-    held = holds.steps()
+    held = holds.steps() | ({*waits_for} if policy.best else set())
     if find_surplus(found, policy, held):
         found = check_kept(found, policy, {} if known is None else known)
     staying = {one.step for one in found if not one.problem}

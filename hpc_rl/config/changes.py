@@ -97,6 +97,7 @@ MEASURES = (
     "valid_dataset.max_length",
     "valid_dataset.too_long",
     "eval_gconfig",
+    "evaluator.sets",
     "rollout.reward_fn",
     "rollout.reward_weights",
     "rollout.judge",

@@ -14,10 +14,11 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
 DEFAULT_TEACHER = "teacher"
+EVALUATION_POOL = "eval"  # servers for evaluations alone
 
 
 def find_trained_pool(config: Config) -> str:
-    """Return the pool that gets the trainer's weights: the only one without an entry in `pools`.
+    """Return the pool that gets the trainer's weights: not `eval`, and not in `pools`.
 
     Raises ConfigError if the allocation has none or several.
     """
@@ -30,7 +31,7 @@ def find_trained_pool(config: Config) -> str:
 
 def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
     """Do the same for a given allocation, which may be derived."""
-    others = config.pools if isinstance(config, GRPOConfig) else {}
+    others = {EVALUATION_POOL, *(config.pools if isinstance(config, GRPOConfig) else {})}
     names = [servers.pool for servers in allocation.pools if servers.pool not in others]
     if len(names) == 1:
         return names[0]
@@ -48,6 +49,12 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
             related=("pools", *paths),
         )
     )
+
+
+def has_evaluation_pool(config: GRPOConfig) -> bool:
+    """Return whether the trial has servers for evaluations alone, which get the versions to evaluate."""
+    placed = parse(config.allocation_mode).pools if config.allocation_mode else ()
+    return EVALUATION_POOL not in config.pools and any(one.pool == EVALUATION_POOL for one in placed)
 
 
 def list_reward_models(config: GRPOConfig) -> list[str]:

@@ -302,6 +302,7 @@ class Trial:
     # state
     lineages = _Path("lineages")
     recover = _Path("recover")
+    evaluations = _Path("recover/evaluations.json")  # version -> metrics, of evaluations beside training
     rollout = _Path("rollout")
     gateway = _Path("rollout/gateway")  # segments of the gateway log
     batches = _Path("rollout/batches")  # seals of the batch log, `<step>.seal`
@@ -311,6 +312,8 @@ class Trial:
     weights = _Path("weights")
     # `{"label", "path", "lineage", "step"}` of the newest published weights
     current_weights = _Path("weights/current.json")
+    # `{"label", "path", "servers"}`: a version for an evaluation, and the keys of the servers that stay at it
+    held_weights = _Path("weights/held.json")
     # `{"num_versions", "bytes", "steps"}` of the versions that weights.history_gb keeps
     weights_history = _Path("weights/history.json")
     exports = _Path("exports")

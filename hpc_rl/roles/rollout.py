@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -10,6 +11,8 @@ from typing import Any
 
 from hpc_rl.atropos.hosting import host_environments
 from hpc_rl.checkpoint.lineage import find_newest_number
+from hpc_rl.config.changes import digest_options
+from hpc_rl.config.held_out import list_held_out_sets
 from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.config.rules.file_rules import find_context
@@ -62,12 +65,13 @@ def make_rules(config: GRPOConfig) -> Rules:
     )
 
 
-def open_prompts(config: GRPOConfig) -> tuple[Curriculum, Prompts | None]:
-    """Return the training prompts (None if environments have them) and the held-out prompts, if any."""
+def open_prompts(config: GRPOConfig) -> tuple[Curriculum, dict[str, Prompts]]:
+    """Return the training prompts (None if environments have them) and the held-out prompts by set."""
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     dataset = config.train_dataset if has_own_prompts(config) else None
     prompts = Curriculum(dataset, tokenizer, config.seed)
-    return prompts, Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
+    held_out = list_held_out_sets(config).items()
+    return prompts, {name: Prompts(one, tokenizer, config.seed) for name, one in held_out}
 
 
 async def serve(context: role.Context, config: GRPOConfig) -> int:
@@ -83,8 +87,10 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     service = RolloutService(
         trial.rollout, sequencer, prompts, held_out, list_lineages, executor, lambda: context.deadline.left_s
     )
-    service.judged = Judged(trial.rollout, await asyncio.to_thread(fingerprint_judges, config, sys.path))
+    judges = await asyncio.to_thread(fingerprint_judges, config, sys.path)
+    service.judged = Judged(trial.rollout, judges)
     service.evaluations.options = config.evaluator
+    service.evaluations.identity = json.dumps([judges, digest_options(config)], sort_keys=True)
     await executor.start()
 
     rosters = {pool.name: RosterReader(names, keys.servers(pool.name)) for pool in context.plan.pools}

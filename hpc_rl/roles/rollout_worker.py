@@ -12,7 +12,14 @@ from typing import cast
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.config.pool_view import find_teacher_pool, find_trained_pool, list_reward_models, view_pool
+from hpc_rl.config.pool_view import (
+    EVALUATION_POOL,
+    find_teacher_pool,
+    find_trained_pool,
+    has_evaluation_pool,
+    list_reward_models,
+    view_pool,
+)
 from hpc_rl.config.rules.file_rules import find_context, find_vocab_size
 from hpc_rl.core import log
 from hpc_rl.core.algorithms import ALGORITHMS
@@ -95,7 +102,8 @@ async def open_worker(
     answering = {name: pool for name, pool in others.items() if name not in list_reward_models(config)}
     vocab_size = find_vocab_size(config) or own.tokenizer.size
     teacher, source = find_teacher(config, own, others)
-    return Worker(config, own, answering, workflow, rewards, write, vocab_size, teacher, source)
+    evaluated = await open_pool(EVALUATION_POOL) if has_evaluation_pool(config) else None
+    return Worker(config, own, answering, workflow, rewards, write, vocab_size, teacher, source, evaluated)
 
 
 def find_teacher(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
-from hpc_rl.config.pool_view import view_pool
+from hpc_rl.config.pool_view import EVALUATION_POOL, view_pool
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import AWAY_S, wait_for_path
 from hpc_rl.core.node_copies import choose_place
@@ -35,6 +35,7 @@ def serve_replica(context: role.Context) -> int:
     of_policy = unit.pool not in config.pools
     frozen = not of_policy or not has_trainer(config)
     label = str(ONLY_VERSION) if frozen and of_policy else ""
+    evaluates = unit.pool == EVALUATION_POOL and not frozen
     own = view_pool(config, unit.pool)
     log = context.attempt.log(name, context.index, context.incarnation)
     secret = context.attempt.dir / f"{name}-{context.index}.{context.incarnation}.yaml"
@@ -68,6 +69,7 @@ def serve_replica(context: role.Context) -> int:
             frozen,
             shares_gpus,
             label,
+            evaluates,
         )
         return asyncio.run(replica.run(context.stopping))
 

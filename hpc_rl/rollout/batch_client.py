@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # between two searches for a missing role
+SCORED_HEADER = "X-Hpc-Rl-Scored"  # with the answer 204 of an evaluation: its number of scored prompts
 NOT_YET = (0, 425, 503)  # unreachable; does not see the record of our lineage yet; is shutting down
 
 
@@ -36,6 +38,8 @@ class RolloutClient:
     poll_s: float = 2.0  # longest time that the role holds a request; also the delay until `stopping` is seen
     _connection: http.client.HTTPConnection | None = None
     _away_since: float | None = None
+    _scored: str = ""  # number of scored prompts of the evaluation
+    _on_progress: Callable[[], None] = lambda: None
 
     def batch_bytes(
         self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
@@ -49,13 +53,25 @@ class RolloutClient:
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
         return self._wait_for_answer("GET", path, None, stopping, within_s)
 
-    def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
-        """Return the evaluation of the held-out prompts by the weights `label`; None if `stopping` was set.
+    def evaluate(
+        self,
+        label: str,
+        trainer: str,
+        name: str = "",
+        together: Sequence[str] = (),
+        stopping: threading.Event | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+        within_s: float = math.inf,
+    ) -> EvalResult | None:
+        """Return the evaluation of a held-out set by the weights `label`; None if `stopping` was set.
 
-        Raises the same as batch_bytes.
+        `trainer` is the trainer's own version. The sets in `together` begin too. `on_progress` is called when
+        more prompts are scored. Raises the same as batch_bytes.
         """
-        payload = {"version": label, "wait_s": self.poll_s}
-        body = self._wait_for_answer("POST", "/evaluate", payload, stopping)
+        payload = {"version": label, "set": name, "together": list(together), "trainer": trainer}
+        payload["wait_s"] = self.poll_s
+        self._on_progress, self._scored = on_progress, ""
+        body = self._wait_for_answer("POST", "/evaluate", payload, stopping, within_s)
         return None if body is None else decode(body)
 
     def retain(self, step: int) -> None:
@@ -128,6 +144,10 @@ class RolloutClient:
                 self._connection = _connect(url.hostname or "", url.port, timeout_s)
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
+            scored = response.headers.get(SCORED_HEADER, "")
+            if scored != self._scored:
+                self._scored = scored
+                self._on_progress()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):
             self.close()

@@ -29,6 +29,7 @@ def make_run_frame(
     version: WeightVersion,
     evaluate: bool = False,
     notes: Mapping[str, bytes] | None = None,
+    held_out_set: str = "",
 ) -> RunPrompt:
     return RunPrompt(
         op="run",
@@ -40,6 +41,7 @@ def make_run_frame(
         input_ids=prompt.input_ids,
         version=str(version),
         evaluate=evaluate,
+        held_out_set=held_out_set,
         notes=dict(notes or {}),
     )
 

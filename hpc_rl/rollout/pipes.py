@@ -32,6 +32,7 @@ class RunPrompt(TypedDict):
     input_ids: list[int]
     version: str  # minimum version of the weights
     evaluate: bool
+    held_out_set: str  # its name, in an evaluation; "" for valid_dataset
     notes: dict[str, bytes]  # encoded values from earlier runs of its workflow, by key
 
 

@@ -11,6 +11,7 @@ from hpc_rl.core.auth import Access, Tokens, parse_json_object
 from hpc_rl.core.errors import RoleFailed, Stale
 from hpc_rl.core.http_service import find_access, receive_body
 from hpc_rl.core.types import WeightVersion, encode
+from hpc_rl.rollout.batch_client import SCORED_HEADER
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.report import collect_counters
 from hpc_rl.rollout.service import Refused, RolloutService
@@ -49,13 +50,19 @@ def make_rollout_routes(
         try:
             asked = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
             version = WeightVersion.parse(asked["version"])
+            name, together = str(asked.get("set", "")), [str(one) for one in asked.get("together", ())]
+            trainer = WeightVersion.parse(asked.get("trainer", asked["version"]))
             wait_s = None if asked.get("wait_s") is None else float(asked["wait_s"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"version": "<lineage>.<step>"}} is needed: {error}') from None
-        if service.evaluations.prompts is None:
-            raise web.HTTPNotFound(text="there is no valid_dataset")
-        result = await service.evaluate(version, wait_s, find_access(request) == Access.CONTROL)
-        return web.Response(status=204) if result is None else web.Response(body=encode(result))
+        if not {name, *together} <= service.evaluations.sets.keys():
+            known = ", ".join(one or "valid_dataset" for one in service.evaluations.sets) or "none"
+            raise web.HTTPNotFound(text=f"no held-out set {[name, *together]}; the trial has {known}")
+        key, is_trainer = (version, name), find_access(request) == Access.CONTROL
+        result = await service.evaluate(key, wait_s, trainer if is_trainer else None, together)
+        if result is not None:
+            return web.Response(body=encode(result))
+        return web.Response(status=204, headers={SCORED_HEADER: str(service.evaluations.count_scored(key))})
 
     async def status(_request: web.Request) -> web.Response:
         return web.json_response({**collect_counters(service), "servers": num_servers()})

@@ -55,6 +55,7 @@ class ServerPool:
         self.name, self.tokenizer = name, tokenizer
         self._router, self._context, self._trace = router, context, trace
         self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
+        self._is_exact = False  # whether requests exclude weights newer than their minimum
         self._configure_sampling(gconfig, "gconfig")
 
     def _configure_sampling(self, gconfig: GenerationHyperparameters, section: str) -> None:
@@ -64,9 +65,15 @@ class ServerPool:
         if self._context is not None and self._context < self._limit:
             self._limit, self._limited_by = self._context, f"the model's context is {self._context}"
 
-    def copy_with_sampling(self, gconfig: GenerationHyperparameters, section: str) -> Self:
-        """Return the same pool with the sampling settings of another section of the configuration."""
+    def copy_with_sampling(
+        self, gconfig: GenerationHyperparameters, section: str, is_exact: bool = False
+    ) -> Self:
+        """Return the same pool with the sampling settings of another section of the configuration.
+
+        With `is_exact` its requests go only to servers that are held at their version.
+        """
         other = copy.copy(self)
+        other._is_exact = is_exact
         other._configure_sampling(gconfig, section)
         return other
 
@@ -99,7 +106,8 @@ class ServerPool:
         }
         if temperature is not None:
             own["temperature"] = temperature
-        return GenerateRequest(input_ids, {**self._sampling, **own}, uuid.uuid4().hex, min_version)
+        rid = uuid.uuid4().hex
+        return GenerateRequest(input_ids, {**self._sampling, **own}, rid, min_version, self._is_exact)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of a chat up to the model's reply. Raises ConfigError without a chat template."""
@@ -146,7 +154,7 @@ class ServerPool:
         if self._context is not None and longest > self._context:
             problem = f"{longest} tokens, the model's context is {self._context}"
             raise Rejection(RejectReason.TOO_LONG, f"{problem} (pool {self.name})")
-        requests = [GenerateRequest(ids, {}, "", min_version) for ids in inputs]
+        requests = [GenerateRequest(ids, {}, "", min_version, self._is_exact) for ids in inputs]
         async with self._slots:
             return await self._retry(lambda: self._router.logprobs_many(requests, list(starts), top_k))
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hpc_rl.rollout.batch_log.ledger import (
 )
 from hpc_rl.rollout.batch_log.replay import LogState, NewBatches, check_data, load_state, make_base
 from hpc_rl.rollout.batch_log.seals import Batches
-from hpc_rl.rollout.evaluation import Evaluations
+from hpc_rl.rollout.evaluation import Evaluations, Key
 from hpc_rl.rollout.executor import Executor, make_run_frame
 from hpc_rl.rollout.issue_clock import IssueClock
 from hpc_rl.rollout.pipes import NoteKept, NoteMade, Outcome
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 COMMIT_S = 1.0  # longest time of finished work that a kill can lose
 BODIES_KEPT = 2
+EVALUATIONS = "evaluations"  # folder of their logs
 MIN_HOPELESS = 64
 
 
@@ -69,7 +70,7 @@ class RolloutService:
         folder: Path,
         sequencer: Sequencer,
         prompts: Curriculum,
-        held_out: Prompts | None,
+        held_out: Mapping[str, Prompts],
         lineages: Callable[[], tuple[int, list[LineageRecord]]],
         executor: Executor,
         left_s: Callable[[], float | None] = lambda: None,
@@ -82,7 +83,9 @@ class RolloutService:
         rules = sequencer.rules
         limit = max(rules.max_concurrent, MIN_HOPELESS)
         self.faults = Faults(max(MIN_HOPELESS, 4 * rules.batch_size), len(prompts))
-        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, executor, self.faults)
+        self.evaluations = Evaluations(
+            folder / EVALUATIONS, held_out, limit, rules.prompt_retries, executor, self.faults
+        )
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         self._folder = folder
@@ -438,7 +441,8 @@ class RolloutService:
             await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
-        """Delete the seals of batches up to `step`, and segments that nothing else needs."""
+        """Delete the seals of batches up to `step`, and segments and evaluations that nothing else needs."""
+        await asyncio.to_thread(self.evaluations.retain, step)
         step = min(step, self.sequencer.log.top)
         if step <= self.sequencer.log.trimmed:
             return
@@ -472,20 +476,24 @@ class RolloutService:
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"the rollout role ends: {error}") from error
 
     async def evaluate(
-        self, version: WeightVersion, wait_s: float | None, by_trainer: bool = True
+        self, key: Key, wait_s: float | None, trainer: WeightVersion | None, together: Iterable[str] = ()
     ) -> EvalResult | None:
-        """Return the evaluation of these weights; None while it takes longer.
+        """Return the evaluation of a version with a held-out set; None while it takes longer.
 
-        The trainer's request begins it if necessary. Raises Stale, Refused, RoleFailed.
+        The request of a trainer, which names its own version, begins it if necessary, and the sets in
+        `together`; None for a reader.
+        Raises Stale, Refused, RoleFailed.
         """
-        if by_trainer:
-            await self.begin(version.lineage)
-            self.observe(version.lineage, version.step)
-            self.evaluations.begin(version)
-        elif version not in self.evaluations:
+        if trainer is not None:
+            await self.begin(trainer.lineage)
+            if self.evaluations.options.blocking:
+                self.observe(trainer.lineage, trainer.step)
+            for name in (key[1], *together):
+                self.evaluations.begin((key[0], name), trainer.lineage)
+        elif key not in self.evaluations:
             raise Refused(
                 HTTPStatus.FORBIDDEN,
-                f"weights {version} are not being evaluated; only the trainer begins that",
+                f"weights {key[0]} are not being evaluated; only the trainer begins that",
             )
         async with self._end_on_error(UserCodeFailed, ConfigError):  # from a held-out row
-            return await self.evaluations.wait_for_result(version, wait_s)
+            return await self.evaluations.wait_for_result(key, wait_s)

@@ -8,6 +8,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
+from hpc_rl.config.held_out import find_sampling
 from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
 from hpc_rl.core.errors import EndpointUnavailable, InputRefused
 from hpc_rl.core.log import redact
@@ -40,7 +41,8 @@ class Worker:
     """Runs a workflow on each prompt that it receives; `write` takes a message for the rollout service.
 
     `pool` follows the trainer, `others` and `source` are as in Sampler, `vocab_size` is the model's number of
-    token ids. `teacher` scores the trajectories of training.
+    token ids. `teacher` scores the trajectories of training. `evaluated` has the servers that only evaluate,
+    if there are any.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Worker:
         vocab_size: int,
         teacher: Teacher | None = None,
         source: ServerPool | None = None,
+        evaluated: ServerPool | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
@@ -61,11 +64,13 @@ class Worker:
         sampler = partial(Sampler, seed=config.seed, others=others, rewards=rewards)
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool, source=source)
         self._teacher = teacher
-        self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
-        section = "gconfig" if config.purpose == "generate" else "eval_gconfig"
-        if (own := getattr(config, section)) is not None:
-            sampled = pool.copy_with_sampling(own, section)
-            self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
+        is_exact = has_trainer(config) and not config.evaluator.blocking
+        self._held_out_samplers = {}
+        for name in ("", *config.evaluator.sets):
+            own, section = find_sampling(config, name)
+            sampled = (evaluated or pool).copy_with_sampling(own, section, is_exact)
+            sampled.name = pool.name  # as workflows know it
+            self._held_out_samplers[name] = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._raised: Counter[str] = Counter()  # exceptions of user code, by place
@@ -119,8 +124,8 @@ class Worker:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         if not prompt["evaluate"]:
             return _make_group_frame(group, prompt, kept=self.config.rollout.keep_samples > 0)
-        kept = index < self.config.evaluator.keep_samples or not has_trainer(self.config)
-        return _make_score_frame(group, prompt, kept=kept)
+        is_first = index < self.config.evaluator.keep_samples and not prompt["held_out_set"]
+        return _make_score_frame(group, prompt, kept=is_first or not has_trainer(self.config))
 
     def _log(self, place: str, form: str, *values: Any, counted: str = "prompts") -> None:
         """Log the outcome of a prompt; for repeated places only the 1st, 2nd, 4th, 8th and so on."""
@@ -158,8 +163,10 @@ class Worker:
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None if the workflow makes none."""
-        made_for = self._held_out_sampler if prompt["evaluate"] else self._sampler
-        sampler = made_for(prompt, note=partial(self._note, prompt))
+        make_sampler = self._sampler
+        if prompt["evaluate"]:
+            make_sampler = self._held_out_samplers[prompt["held_out_set"]]
+        sampler = make_sampler(prompt, note=partial(self._note, prompt))
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None

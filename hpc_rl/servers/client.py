@@ -29,6 +29,7 @@ from hpc_rl.core.types import TokenLogprobs, Turn
 from hpc_rl.servers.wire import LOGPROBS, PART_S, PARTS, split_lines
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
+EXACT_HEADER = "X-Hpc-Rl-Exact-Version"  # the server must have the minimum version, not a newer one
 PauseMode = Literal["retract", "abort", "in_place"]
 TakeParts = Callable[[list[dict[str, Any]]], None]
 CONTROL_TIMEOUT_S = 600.0
@@ -43,13 +44,15 @@ class GenerateRequest:
 
     `sampling` has SGLang's names (max_new_tokens, temperature, top_p, top_k, stop_token_ids, ignore_eos,
     sampling_seed …). All `rid` of a trial have the same length, because servers match aborts by prefix.
-    `min_version` is a label, "" for any version.
+    `min_version` is a label, "" for any version. `exact` excludes newer versions, and servers that are not
+    held at this one.
     """
 
     input_ids: list[int]
     sampling: dict[str, Any]
     rid: str
     min_version: str = ""
+    exact: bool = False
 
 
 def open_session(*, reuse_connections: bool = True) -> aiohttp.ClientSession:
@@ -73,6 +76,13 @@ def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], 
             spans[-1] = (version, spans[-1][1], end)
         else:
             spans.append((version, start, end))
+
+
+def make_version_headers(request: GenerateRequest) -> dict[str, str]:
+    """Return the headers that limit the weights of a request."""
+    if not request.min_version:
+        return {}
+    return {MIN_VERSION_HEADER: request.min_version} | ({EXACT_HEADER: "1"} if request.exact else {})
 
 
 class PartialTurn:
@@ -171,15 +181,14 @@ class HttpServerClient:
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Generate the samples of one prompt in one call; return their turns when all are done.
 
-        All requests must have the same min_version. Raises RequestRefused, ServerStale or ServerUnavailable
-        for all of them together.
+        All requests must have the same min_version and `exact`. Raises RequestRefused, ServerStale or
+        ServerUnavailable for all of them together.
         """
         return await self.finish([PartialTurn(request) for request in requests])
 
     async def finish(self, partials: list[PartialTurn]) -> list[Turn]:
         """Finish turns, as generate_many. After a failure they keep their tokens, for another server."""
-        least = partials[0].request.min_version
-        headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
+        headers = self._data | make_version_headers(partials[0].request)
         left = [partial for partial in partials if partial.is_unfinished]
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -235,8 +244,7 @@ class HttpServerClient:
 
         All requests must have the same min_version; their sampling has no effect.
         """
-        least = requests[0].min_version
-        headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
+        headers = self._data | make_version_headers(requests[0])
         body = {"input_ids": [one.input_ids for one in requests], "starts": starts, "top_k": top_k}
         answers = await self._call(LOGPROBS, body, headers, self._timeout_s)
         return [TokenLogprobs(**answer) for answer in answers]
@@ -282,6 +290,14 @@ class HttpServerClient:
         body["pause_mode"] = mode
         answer = await self._call("/switch_weights", body, self._control, CONTROL_TIMEOUT_S)
         return str(answer.get("weight_version")), float(answer.get("paused_s", 0.0))
+
+    async def hold_weights(self, label: str, path: str = "") -> None:
+        """Let the server stay at a version, which it loads from a path if needed; "" ends that.
+
+        Raises RequestRefused if it can't load them.
+        """
+        body = {"model_path": path, "weight_version": label}
+        await self._call("/hold_weights", body, self._control, CONTROL_TIMEOUT_S)
 
     async def join_group(self, name: str, where: tuple[str, int], size: int, backend: str) -> None:
         """Let the server's ranks join a process group of `size` ranks, whose rank 0 is the trainer."""

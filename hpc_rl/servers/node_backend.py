@@ -2,11 +2,14 @@
 
 `/prepare_weights` brings the copy to a version while the backend generates; `/update_weights_from_disk` then
 loads it from there. All replicas of a node share the copy. Checkpoints that are not published weights are
-copied only with `cluster.local_dir`.
+copied only with `cluster.local_dir`. An older version than the node's copy, for an evaluation, gets a copy of
+its own while the backend loads it.
 """
 
 import asyncio
 import logging
+import os
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,9 +48,10 @@ class NodeBackend:
         if not version or self.copy is None:
             await self._start_checkpoint(path, version)
             return
-        await self._prepare(version)
+        copy, _ = await self._prepare(version)
         with ExitStack() as held:
-            hold = self.copy.hold(WeightVersion.parse(version))
+            held.callback(self._drop_older, copy)
+            hold = copy.hold(WeightVersion.parse(version))
             model = await asyncio.to_thread(held.enter_context, hold)
             if not is_adapter(model):
                 await self.backend.start(str(model), version)
@@ -69,12 +73,13 @@ class NodeBackend:
         body = body or {}
         try:
             version = WeightVersion.parse(str(body.get("weight_version")))
-            num_bytes = await self._prepare(str(version))
+            copy, num_bytes = await self._prepare(str(version))
             if path == "/prepare_weights":
                 await self.backend.prepare_changes(self.copy.versions / str(version))
                 return 200, {"success": True, "num_bytes": num_bytes}
             with ExitStack() as held:
-                model = await asyncio.to_thread(held.enter_context, self.copy.hold(version))
+                held.callback(self._drop_older, copy)
+                model = await asyncio.to_thread(held.enter_context, copy.hold(version))
                 return await self.backend.request(path, {**body, "model_path": str(model)})
         except Damaged as error:
             return DAMAGED_STATUS, {"error": "damaged", "message": str(error)}
@@ -86,14 +91,26 @@ class NodeBackend:
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         return await self.backend.generate(body, send)
 
-    async def _prepare(self, label: str) -> int:
+    async def _prepare(self, label: str) -> tuple[ModelCopy, int]:
+        """Bring a copy to a version; return the copy and the number of bytes read."""
         assert self.copy is not None
-        start = time.monotonic()
-        num_bytes = await asyncio.to_thread(self.copy.bring_to, WeightVersion.parse(label))
+        version, start = WeightVersion.parse(label), time.monotonic()
+        at = self.copy.find_version()
+        copy = self.copy if at is None or at <= version else self._make_older()
+        num_bytes = await asyncio.to_thread(copy.bring_to, version)
         if num_bytes:  # no other replica of the node has done it
             form = "the server has copied weights %s to %s: %.3f GB in %.1f s"
-            logger.info(form, label, self.copy.model, num_bytes / 1e9, time.monotonic() - start)
-        return num_bytes
+            logger.info(form, label, copy.model, num_bytes / 1e9, time.monotonic() - start)
+        return copy, num_bytes
+
+    def _make_older(self) -> ModelCopy:
+        assert self.copy is not None
+        folder = self.copy.folder.with_name(f"{self.copy.folder.name}-older-{os.getpid()}")
+        return ModelCopy(folder, self.copy.versions)
+
+    def _drop_older(self, copy: ModelCopy) -> None:
+        if copy is not self.copy:
+            shutil.rmtree(copy.folder, ignore_errors=True)
 
     def alive(self) -> str:
         return self.backend.alive()

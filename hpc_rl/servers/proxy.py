@@ -3,9 +3,9 @@
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, /logprobs, or
 /classify of a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
 /continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /switch_weights (pause,
-load and continue), /flush_cache, /weights_checker, /shutdown. The proxy adds epoch and attempt, checks the
-order of version labels, and refuses requests while it is stale. replica.py handles leases, reloading and the
-end of the process.
+load and continue), /hold_weights, /flush_cache, /weights_checker, /shutdown. The proxy adds epoch and
+attempt, checks the order of version labels, and refuses requests while it is stale. replica.py handles
+leases, reloading and the end of the process.
 
 With the control token, weights come over a process group: POST /init_weights_update_group,
 /begin_weight_update, /update_weights_from_distributed, /end_weight_update, /destroy_weights_update_group.
@@ -13,6 +13,8 @@ Between begin and end the loaded weights are a mixture, without a label: generat
 /continue_generation is refused until the end, or until a version is loaded from disk.
 
 On shared GPUs there are also POST /release_memory_occupation and /resume_memory_occupation (lent_memory.py).
+
+/hold_weights lets the server stay at a version for an evaluation: it refuses others until the next such call.
 
 A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
 server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
@@ -35,7 +37,7 @@ from aiohttp.typedefs import Handler
 from hpc_rl.core.auth import Access, Tokens, parse_json_object
 from hpc_rl.core.http_service import HttpService, find_access, make_application, receive_body
 from hpc_rl.servers.base import Answer, Backend
-from hpc_rl.servers.client import MIN_VERSION_HEADER
+from hpc_rl.servers.client import EXACT_HEADER, MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
 from hpc_rl.servers.wire import LOGPROBS, PARTS
 
@@ -50,6 +52,7 @@ CONTROL_POST = (
     "/abort_request",
     "/update_weights_from_disk",
     "/switch_weights",
+    "/hold_weights",
     "/flush_cache",
     "/weights_checker",
     "/init_weights_update_group",
@@ -84,6 +87,7 @@ class Proxy:
         self.backend = backend
         self.epoch = 0
         self.version = ""
+        self.held = ""  # the version that the server stays at, for an evaluation
         self.lifecycle = "starting"  # starting | released | loading | waiting | serving | stopping | stale
         self.pause_mode = ""
         # label of the weights that arrive over a process group: the loaded ones are a mixture
@@ -179,7 +183,8 @@ class Proxy:
             return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
         try:
-            if not await self._wait_for_version(least):
+            is_exact = EXACT_HEADER in request.headers
+            if not await self._wait_for_version(least) or (is_exact and self.version != least):
                 return _make_response(503, {"error": "stale", "weight_version": self.version})
             body = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
         except ValueError as error:
@@ -302,9 +307,12 @@ class Proxy:
         """Return why weights with this label can't be loaded, or ""."""
         if self.frozen:
             return FROZEN
+        if self.held and label != self.held:
+            return f"the server stays at weights {self.held}, because they are evaluated"
+        least = self.held or self.version or "0.0"
         try:
-            if not isinstance(label, str) or is_older(label, self.version or "0.0"):
-                allowed = f"a label not older than {self.version or '0.0'!r}"
+            if not isinstance(label, str) or is_older(label, least):
+                allowed = f"a label not older than {least!r}"
                 return f"weight_version must be {allowed}, got {label!r}"
         except ValueError as error:
             return str(error)
@@ -326,6 +334,18 @@ class Proxy:
         else:
             stays = "has a mixture of old and new ones" if self.receiving else f"keeps {self.version!r}"
             logger.warning("the server could not load weights %s and %s: %s", label, stays, answer)
+        return status, answer
+
+    async def _hold(self, body: dict[str, Any]) -> Answer:
+        """Stay at a version, even an older one; running requests then continue on other servers."""
+        label = str(body.get("weight_version", ""))
+        before, self.held = self.held, label
+        status, answer = 200, {"success": True, "weight_version": self.version}
+        if label and (label != self.version or self.receiving):
+            status, answer = await self._switch({**body, "flush_cache": True, "pause_mode": "abort"})
+            if status != 200:
+                self.held = before
+        self._on_change()
         return status, answer
 
     async def _begin(self, body: dict[str, Any]) -> Answer:
@@ -365,6 +385,7 @@ class Proxy:
     _UPDATES = {  # noqa: RUF012 (a table, never changed)
         "/update_weights_from_disk": _update,
         "/switch_weights": _switch,
+        "/hold_weights": _hold,
         "/begin_weight_update": _begin,
         "/update_weights_from_distributed": _receive,
         "/end_weight_update": _end,

@@ -4,7 +4,8 @@ It starts, loads the newest published weights, holds its lease, watches for newe
 
 The order matters: it binds the port, takes the lease (state `starting`), and starts the backend. The lease
 says `serving` only once the backend has published weights. A replica that missed a publish loads the weights
-by itself after a while. On shared GPUs the trainer decides when the backend starts (lent_memory.py).
+by itself after a while. A replica that weights/held.json names stays at that version, also after a restart.
+On shared GPUs the trainer decides when the backend starts (lent_memory.py).
 """
 
 import asyncio
@@ -57,7 +58,8 @@ class Replica:
 
     Before the first publish it serves the checkpoint at `base_path`; if that is "", it waits. A `frozen`
     replica always serves that checkpoint, as the version `label`, and ignores published weights. With
-    `shares_gpus` it has its memory only while the trainer lends it.
+    `shares_gpus` it has its memory only while the trainer lends it. An `evaluates` replica loads only the
+    versions that are evaluated.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Replica:
         frozen: bool = False,
         shares_gpus: bool = False,
         label: str = "",
+        evaluates: bool = False,
     ) -> None:
-        self._frozen, self._label = frozen, label
+        self._frozen, self._label, self._evaluates = frozen, label, evaluates
         self._backend, self._trial, self._names = backend, trial, names
         self._who, self._base = identity, base_path
         self._address = address
@@ -149,6 +152,7 @@ class Replica:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             # the trainer then publishes all values
+            **({"held": self.proxy.held} if self.proxy.held else {}),
             **({"lacks_files": True} if self._lacks_files else {}),
             **({"receiver": asdict(receiver)} if receiver else {}),
         }
@@ -237,6 +241,7 @@ class Replica:
                 logger.info(form, path, error)
                 current = newer
         self.proxy.version, self._loading = self._loading, ""
+        self.proxy.held = self.proxy.version if current and "servers" in current else ""
         self.proxy.enter("serving" if self.proxy.version or self._frozen else "waiting")
         label = self.proxy.version or "without a version"
         logger.info("the server is %s, with weights %s from %s", self.proxy.state, label, path)
@@ -250,17 +255,29 @@ class Replica:
         self._lacks_files = False
 
     def _current(self) -> dict[str, Any] | None:
-        return None if self._frozen else load_json(self._trial.current_weights)
+        """Return the record of the weights to serve."""
+        if self._frozen:
+            return None
+        held = self._find_held()
+        return held if held or self._evaluates else load_json(self._trial.current_weights)
+
+    def _find_held(self) -> dict[str, Any] | None:
+        """Return the record of the weights that this server must stay at, if any."""
+        record = None if self._frozen else load_json(self._trial.held_weights)
+        key = keys.server(self._who.pool, self._who.index)
+        return record if record and (self._evaluates or key in record["servers"]) else None
 
     async def _follow(self) -> None:
         """Load weights whose publication was missed, and end a pause that was forgotten."""
         current = await asyncio.to_thread(self._current)
         proxy, now = self.proxy, time.monotonic()
+        if current is not None:
+            await self._hold(current)
         if proxy.receiving:
             if current and not proxy.is_updating and now - proxy.last_control_at > RECEIVE_LIMIT_S:
                 await self._load(current)
             return
-        if current and is_older(proxy.version, current["label"]):
+        if current and not proxy.held and is_older(proxy.version, current["label"]):
             if self._newer[0] != current["label"]:
                 self._newer = (current["label"], now)
             if now - self._newer[1] >= SELF_LOAD_AFTER_S:
@@ -271,6 +288,17 @@ class Replica:
             form = "the trainer paused this server and has not called for %.0f s: it goes on with weights %s"
             logger.warning(form, PAUSE_LIMIT_S, proxy.version)
             await proxy.control("/continue_generation", {})
+
+    async def _hold(self, current: dict[str, Any]) -> None:
+        """Stay at a version, or end that, if the call of the trainer was lost."""
+        held = current["label"] if "servers" in current else ""
+        if held == self.proxy.held:
+            return
+        body = {"model_path": current["path"], "weight_version": held}
+        status, answer = await self.proxy.control("/hold_weights", body)
+        if status != 200:
+            form = "the server can't load weights %s for an evaluation and tries again later: %s"
+            logger.warning(form, held, answer)
 
     async def _load(self, current: dict[str, Any]) -> None:
         body = {"model_path": current["path"], "weight_version": current["label"], "flush_cache": True}

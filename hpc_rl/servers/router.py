@@ -154,8 +154,11 @@ class Router:
         deadline = begun + self.setup_timeout_s
         while True:
             live = [s for s in self._servers.values() if s.state in keys.ROUTABLE and not s.suspect]
+            least = requests[0].min_version
+            if requests[0].exact:
+                live = [s for s in live if s.lease.value.get("held") == least]
             if live:
-                fresh = [s for s in live if not is_older(s.lease.value["version"], requests[0].min_version)]
+                fresh = [s for s in live if not is_older(s.lease.value["version"], least)]
                 return self.choose(fresh or live, requests)
             now = time.monotonic()
             if now > deadline:

@@ -39,7 +39,7 @@ def load_known_lineages(trial: Trial) -> list[LineageRecord]:
 
 @dataclass
 class History:
-    """The logged metrics. Both lists have each step once, sorted. Evaluations have `eval_reward`."""
+    """The logged metrics. Both lists have each step once, sorted."""
 
     steps: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
@@ -105,7 +105,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 def is_evaluation(row: Row) -> bool:
     """Return whether a row is an evaluation. SFT has no such rows: `eval_loss` is in the step's row."""
-    return "eval_reward" in row
+    return "eval_reward" in row or "eval_version" in row
 
 
 def merge(parts: list[tuple[int, list[Row]]]) -> History:

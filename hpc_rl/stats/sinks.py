@@ -104,6 +104,9 @@ OF_UPDATE = {  # metrics of the update; other metrics of a step with a reward be
 }  # fmt: skip
 
 
+EVALUATED_STEP = "evaluated_step"  # in wandb: the x-axis of evaluations
+
+
 def make_tag(name: str, has_reward: bool) -> str:
     """Return TensorBoard's name of a metric, with the group `train`, `eval`, `rollout` or `time`.
 
@@ -220,9 +223,14 @@ class WandBSink:
             resume="allow",
             settings=wandb.Settings(**options),
         )
+        # an evaluation beside training arrives after later steps, and wandb drops values of earlier steps
+        self._run.define_metric("eval_*", step_metric=EVALUATED_STEP)
 
     def log(self, step: int, scalars: Scalars) -> None:
-        self._run.log(_select_numbers(scalars), step=step)
+        if "eval_version" in scalars:
+            self._run.log({**_select_numbers(scalars), EVALUATED_STEP: step})
+        else:
+            self._run.log(_select_numbers(scalars), step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ class Activity:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._now: tuple[str, int, int] = ("start", 0, 0)  # activity, step, number of changes
         path.parent.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._show, daemon=True, name="activity").start()
 
     def does(self, what: str, step: int) -> None:
-        self._now = (what, step, self._now[2] + 1)
+        with self._lock:
+            self._now = (what, step, self._now[2] + 1)
+
+    def make_progress(self, of: Collection[str]) -> None:
+        """Note progress, if the current activity is one of these; any thread may call it."""
+        with self._lock:
+            what, step, changes = self._now
+            self._now = (what, step, changes + (what in of))
 
     def _write(self, value: dict[str, Any]) -> None:
         try:

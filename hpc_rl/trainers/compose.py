@@ -24,7 +24,7 @@ from hpc_rl.config.options.experiment import (
     has_own_prompts,
 )
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
-from hpc_rl.config.pool_view import find_trained_pool
+from hpc_rl.config.pool_view import EVALUATION_POOL, find_trained_pool, has_evaluation_pool
 from hpc_rl.config.schedule import count_critic_updates_per_step, count_updates_per_step
 from hpc_rl.core.node_copies import compute_identity
 from hpc_rl.core.trial import load_json
@@ -41,6 +41,7 @@ from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.dpo import make_dpo_task
+from hpc_rl.trainers.evaluations import EvaluationsBeside
 from hpc_rl.trainers.grpo_recipe import GRPO, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
@@ -86,6 +87,11 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         critic = Critic(run.critic, config.critic, start.ranks, per_step)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
+    is_beside = config.valid_dataset is not None and not config.evaluator.blocking
+    if publisher is not None and not (is_beside and run.pending_evaluations):
+        publisher.release()  # servers that a start before this one held
+    if is_beside:
+        run.evaluate_beside(_open_evaluations(run, publisher, stack) if publisher else None)
     transport: Transport = resolve_name(TRANSPORTS[config.actor.weight_update_mode])(
         TransportContext(
             trial=start.trial,
@@ -116,11 +122,19 @@ def _open_publisher(start: TrainerContext, config: GRPOConfig, stack: ExitStack)
         pause_mode=config.weights.pause_mode,
         max_paused=config.weights.max_paused,
         history_bytes=disk.find_history_bytes(config),
+        evaluation_pool=EVALUATION_POOL if has_evaluation_pool(config) else "",
+        server_share=config.evaluator.server_share,
     )
     if config.actor.weight_update_mode == "xccl":
         publisher.process_groups = ProcessGroups(start.address, torch.device(start.device))
     stack.callback(publisher.close)
     return publisher
+
+
+def _open_evaluations(run: Run, publisher: Publisher, stack: ExitStack) -> EvaluationsBeside:
+    client = RolloutClient(run.names, run.tokens)  # of its own, for its thread
+    stack.callback(client.close)
+    return EvaluationsBeside(client, publisher, run.lineage, run.stopping, run.make_progress)
 
 
 def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:

@@ -23,11 +23,14 @@ from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.core import files
-from hpc_rl.core.errors import RoleFailed
+from hpc_rl.core.errors import Damaged, RoleFailed
 from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, load_json, write_json
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.weight_files.chain import read_chain
+from hpc_rl.weight_files.model_copy import build_model
 
 logger = logging.getLogger(__name__)
 CRITIC = "critic"  # the folder of the critic in an export
@@ -224,10 +227,11 @@ class Exports:
                 self.folder,
             )
 
-    def keep_best(self, numbers: Mapping[str, Any] | None, step: int) -> bool:
+    def keep_best(self, numbers: Mapping[str, Any] | None, step: int, version: str = "") -> bool:
         """Write `exports/best` if an evaluation (rank 0's numbers) beats it.
 
-        Returns False if a stop prevented the export.
+        The weights are the present ones, or a published version. Returns False if a stop prevented the
+        export.
         """
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
@@ -238,7 +242,8 @@ class Exports:
                     "the model of step %s is not the best any more, because it was measured with another %s"
                 )
                 logger.warning(form, standing.get("step"), ", ".join(changed))
-            if numbers and ranking.metric not in numbers:
+            # a further set has a period of its own
+            if numbers and ranking.metric not in numbers and not self.config.evaluator.sets:
                 measured = ", ".join(name for name, value in numbers.items() if not isinstance(value, str))
                 form = (
                     "saver.keep_best has no effect: the evaluation of step %d lacks its metric %s; it has %s"
@@ -246,7 +251,12 @@ class Exports:
                 logger.error(form, step, ranking.metric, measured)
         if not self.ranks.any(found is not None):
             return True
-        if not self._write(self.folder / "best", step, found or {}):
+        folder = self.folder / "best"
+        if self.ranks.any(bool(version)):
+            done = self._rebuild(folder, step, {**(found or {}), "version": version})
+        else:
+            done = self._write(folder, step, found or {})
+        if not done:
             return False
         if found:
             logger.info("step %d is the best so far: %s %.4g", step, found["metric"], found["value"])
@@ -288,6 +298,26 @@ class Exports:
         if done and self.ranks.rank == 0:
             logger.info("step %d exported to %s", step, folder)
         return done
+
+    def _rebuild(self, folder: Path, step: int, record: Mapping[str, Any]) -> bool:
+        """Write an export of a published version, on rank 0."""
+        self.on_export(step)
+
+        def write() -> None:
+            temporary, version = begin(folder), WeightVersion.parse(record["version"])
+            try:
+                build_model(temporary, self.trial.weights, read_chain(self.trial.weights, version))
+            except Damaged as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                logger.error("EXPORT FAILED: the weights of step %d can't be rebuilt: %s", step, error)
+                return
+            for path in temporary.iterdir():
+                fsync_file(path)
+            self._finish(folder, step, record)
+            logger.info("step %d exported to %s", step, folder)
+
+        parts = [write if self.ranks.rank == 0 else lambda: None]
+        return self.writer.until_space(f"exports/{folder.name}", folder, parts)
 
     def _best_as_final(self, folder: Path, step: int, best: Mapping[str, Any]) -> None:
         temporary = begin(folder)

@@ -17,7 +17,7 @@ from hpc_rl.config.options.experiment import GRPOConfig, count_steps
 from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import DataUnusable
-from hpc_rl.core.types import Batch, decode
+from hpc_rl.core.types import Batch, EvalResult, decode
 from hpc_rl.engines.base import Engine, Scorer
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
@@ -30,6 +30,7 @@ from hpc_rl.trainers.algorithm_options import (
 )
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.critic import Critic
+from hpc_rl.trainers.evaluations import describe_results, make_numbers
 from hpc_rl.trainers.minibatches import Minibatch
 from hpc_rl.trainers.mismatch import PREFIX, summarize_mismatch
 from hpc_rl.trainers.policy_data import PolicyData
@@ -215,25 +216,25 @@ class GRPO:
         self._settle(wait=True)
         if run.ranks.rank != 0:
             return {}
-        start = time.monotonic()
-        result = self.rollout.evaluate(str(run.version(step)), run.stopping)
-        if result is None:
-            return None
-        numbers: dict[str, float | int | str] = {
-            **{f"eval_{name}": value for name, value in result.stats.items()},
-            "eval_reward": result.reward,
-            "eval_num_prompts": result.num_prompts,
-            "eval_version": result.version,
-            "eval_s": time.monotonic() - start,
-        }
+        start, version, results = time.monotonic(), str(run.version(step)), {}
+        sets = run.choose_sets(step)
+        for name in sets:
+            result = self.rollout.evaluate(version, version, name, sets, run.stopping, run.make_progress)
+            if result is None:
+                return None
+            results[name] = result
+        return self.report_evaluation(step, version, results, time.monotonic() - start)
+
+    def report_evaluation(
+        self, step: int, version: str, results: Mapping[str, EvalResult], elapsed_s: float
+    ) -> dict[str, float | int | str]:
+        """Log the results of an evaluation by set as a separate line; return its metrics. Rank 0 only."""
+        run = self.run
+        numbers = make_numbers(version, results, elapsed_s)
         run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
-        if self.samples is not None:
-            self.samples.write_evaluation(step, result.reward, result.groups)
-        left_out = int(result.stats.get("left_out", 0))
-        of = f" of {result.num_prompts + left_out}" if left_out else ""
-        logger.info(
-            "step %d: held-out reward %.4f over %d%s rows", step, result.reward, result.num_prompts, of
-        )
+        if self.samples is not None and "" in results:
+            self.samples.write_evaluation(step, results[""].reward, results[""].groups)
+        logger.info("step %d: %s", step, describe_results(results))
         return numbers
 
     def position(self, step: int) -> tuple[int, int]:

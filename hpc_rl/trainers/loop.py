@@ -85,6 +85,6 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if stops and step < total:
             return run.stop(recipe, step)
 
-    if run.owes_evaluation or not run.exports.write_final(total):
+    if run.owes_evaluation or not run.finish_evaluations(recipe, total) or not run.exports.write_final(total):
         return run.stop(recipe, total)
     return run.finish(recipe, total)

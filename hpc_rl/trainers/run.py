@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.checkpoint.generation import Manifest, hash_config, scan
+from hpc_rl.checkpoint.generation import Manifest, hash_config, record_evaluation, scan
 from hpc_rl.checkpoint.retention import RetentionPolicy
-from hpc_rl.config.options.experiment import Config
+from hpc_rl.config.held_out import find_period
+from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.records import check_newest_lineage
@@ -31,6 +32,7 @@ from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.evaluations import Evaluation, EvaluationsBeside
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext, list_counters
@@ -38,6 +40,8 @@ from hpc_rl.trainers.start import TrainerContext, list_counters
 logger = logging.getLogger(__name__)
 LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
 ASKED_EVERY_S = 1.0  # between checks for a request to save
+WAITS_FOR_EVALUATION = ("evaluate", "publish", "wait")  # activities that an evaluation may delay
+RESULT_ROUND_S = 5.0  # of rank 0's wait for an evaluation; must be shorter than the limit of a collective
 TRIM_EVERY_STEPS = 10  # between trims of the batch log, if no generations are saved
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
@@ -93,9 +97,12 @@ class Run(TrainerContext):
     evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last evaluation; on rank 0
     loaded: str = ""  # version of the loaded generation; '' after a fresh start
     owes_evaluation: bool = False  # a stop postponed an evaluation
+    evaluates_beside: bool = False  # whether evaluations run beside training
+    beside: EvaluationsBeside | None = None  # these evaluations; rank 0 only
     adapted: dict[str, float] = field(default_factory=dict)  # numbers that the recipe adapts after each step
     activity: Activity | None = None  # current activity, for the supervisor; rank 0 only
     idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
+    pending_evaluations: list[Evaluation] = field(default_factory=list)  # in the loaded generation
     _line_at: float = field(default_factory=time.monotonic)
     _request: object = None  # id of the last request of `hpc-rl checkpoint now`
     _look_at: float = 0.0  # time of the next check for one, monotonic clock
@@ -122,9 +129,15 @@ class Run(TrainerContext):
         self.exports = Exports(self.trial, self.config, self.writer, self.export_version, self._exports)
         self.timers = {
             "save": Timer(self.config.recover),
-            "evaluate": Timer(self.config.evaluator),
             "export": Timer(self.config.saver),
         }
+        self._sets: dict[str, str] = {"evaluate": ""}  # timer -> held-out set
+        periods: dict[str, FrequencyConfig] = {"evaluate": self.config.evaluator}
+        if isinstance(self.config, GRPOConfig):
+            self._sets |= {f"evaluate {name}": name for name in self.config.evaluator.sets}
+            periods = {timer: find_period(self.config, name) for timer, name in self._sets.items()}
+        self.timers |= {timer: Timer(period) for timer, period in periods.items()}
+        self._due_sets: list[str] = []  # on rank 0
 
     @property
     def engines(self) -> list[Engine]:
@@ -138,6 +151,8 @@ class Run(TrainerContext):
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
         self.adapted = dict(manifest["adapted"])
         self.loaded = manifest["version"]
+        left = map(Evaluation.parse, manifest["timers"].get("evaluations", ()))
+        self.pending_evaluations = [one for one in left if {*one.sets} <= {*self._sets.values()}]
         self.saving.newest = self.step
 
     def version(self, step: int) -> WeightVersion:
@@ -159,13 +174,15 @@ class Run(TrainerContext):
         """
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
+        self._due_sets = [name for timer, name in self._sets.items() if fired[timer]]
+        self.collect(recipe)
         self.settle(recipe)
         # without saves no start goes back: remove trained batches, except after an older generation
         if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
             recipe.retain(min((found.step for found in scan(self.trial)), default=step))
         asked = fired["save"] or self._is_save_asked()
         saves = (asked and self.config.recover.mode != "disabled") or self.saving.owed
-        return self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"])
+        return self.ranks.any_of(self.stopping.is_set(), saves, bool(self._due_sets), fired["export"])
 
     def _is_save_asked(self) -> bool:
         """Return whether `hpc-rl checkpoint now` requests a new save. Only rank 0 checks, rarely."""
@@ -181,8 +198,14 @@ class Run(TrainerContext):
         return False
 
     def evaluate(self, recipe: Any, step: int) -> None:
-        """Evaluate now. If the trainer must stop meanwhile, the next start repeats the evaluation."""
+        """Evaluate now, or begin to evaluate beside training.
+
+        If the trainer must stop meanwhile, the next start repeats or continues the evaluation.
+        """
         self.does("evaluate", step)
+        if self.evaluates_beside:
+            self._begin_evaluation(recipe, step)
+            return
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
         if numbers:
@@ -190,6 +213,80 @@ class Run(TrainerContext):
             self.evaluation = (step, known)
         kept = self.exports.keep_best(numbers, step)
         self.owes_evaluation = self.ranks.any(numbers is None or not kept)
+
+    def choose_sets(self, step: int) -> list[str]:
+        """Return the held-out sets to evaluate after a step: all, before the first and after the last."""
+        is_end = step in (0, self.total_steps)
+        return list(self._sets.values()) if is_end or not self._due_sets else self._due_sets
+
+    def make_progress(self) -> None:
+        """Note progress of an evaluation, for the supervisor. Any thread may call it."""
+        if self.activity is not None:
+            self.activity.make_progress(WAITS_FOR_EVALUATION)
+
+    def evaluate_beside(self, beside: EvaluationsBeside | None) -> None:
+        """Evaluate beside training from now on, first what an earlier start left. `beside`: on rank 0."""
+        self.evaluates_beside, self.beside = True, beside
+        if beside is not None:
+            for evaluation in self.pending_evaluations:
+                beside.begin(evaluation, is_published=True)
+
+    def _begin_evaluation(self, recipe: Any, step: int) -> None:
+        with self.stats.timed("evaluate_s"):
+            # one at a time: a slow evaluation slows training, instead of more and more that wait
+            self._wait_for_evaluations(recipe, math.inf)
+        if self.beside is not None:
+            self.beside.begin(Evaluation(str(self.version(step)), step, tuple(self.choose_sets(step))))
+        self.owes_evaluation = False
+
+    def collect(self, recipe: Any) -> bool:
+        """Use the result of the evaluation beside training, if it has arrived. Collective.
+
+        Returns False if a stop prevented the export of the best model.
+        """
+        found = self.beside.find_result() if self.beside is not None else None
+        if not self.evaluates_beside or not self.ranks.any(found is not None):
+            return True
+        numbers, step, version = {}, -1, ""
+        if found is not None and found.problem:
+            form = "THE EVALUATION OF STEP %d IS LOST, because no server can load its weights: %s"
+            logger.error(form, found.evaluation.step, found.problem)
+        elif found is not None:
+            step, version = found.evaluation.step, found.evaluation.version
+            numbers = recipe.report_evaluation(step, version, found.results, found.elapsed_s)
+            known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+            if self.config.recover.mode != "disabled":
+                record_evaluation(self.trial, version, known)
+        kept = self.exports.keep_best(numbers, step, version)
+        if kept and self.beside is not None:
+            self.beside.finish()
+        return kept
+
+    def finish_evaluations(self, recipe: Any, step: int) -> bool:
+        """Wait for the evaluations beside training; return False after a stop. Collective."""
+        if not self.evaluates_beside:
+            return True
+        self.does("evaluate", step)
+        limit_s = self.config.evaluator.end_wait_s
+        done = self._wait_for_evaluations(recipe, limit_s)
+        if done or self.ranks.any(self.stopping.is_set()):
+            return done
+        self._log_info("the trial ends without its last evaluation, after evaluator.end_wait_s %d", limit_s)
+        return True
+
+    def _wait_for_evaluations(self, recipe: Any, limit_s: float) -> bool:
+        """Wait until no evaluation is pending; return False after a stop or the limit."""
+        until = time.monotonic() + limit_s
+        while self.collect(recipe):
+            is_late = self.beside is not None and time.monotonic() > until
+            is_pending, ends = self.ranks.any_of(
+                self.beside is not None and self.beside.is_pending, self.stopping.is_set() or is_late
+            )
+            if not is_pending or ends:
+                return not is_pending
+            if self.beside is not None:
+                self.beside.wait(min(RESULT_ROUND_S, max(0.0, until - time.monotonic())))
+        return False
 
     def log(self, step: int) -> None:
         """Log one line with the metrics tracked since the previous line. Raises Stale."""
@@ -239,6 +336,8 @@ class Run(TrainerContext):
             if self.saving.in_flight:
                 self.saving.owed = True
                 return
+            pending = self.beside.list_pending() if self.beside is not None else []
+            self.saving.waits_for = frozenset(one["step"] for one in pending)
             self.saving.start(step, lambda: self.manifest(recipe, step), copied=not waits, last=last)
             self.settle(recipe, waits)
 
@@ -252,6 +351,7 @@ class Run(TrainerContext):
         epoch, cursor = recipe.position(step)
         evaluated, numbers = self.evaluation
         timers = {name: timer.state() for name, timer in self.timers.items()}
+        pending = self.beside.list_pending() if self.beside is not None else []
         return Manifest(
             step=step,
             lineage=self.lineage,
@@ -264,7 +364,7 @@ class Run(TrainerContext):
             epoch=epoch,
             cursor=cursor,
             data=self.data,
-            timers={**timers, "owes_evaluation": self.owes_evaluation},
+            timers={**timers, "owes_evaluation": self.owes_evaluation, "evaluations": pending},
             adapted=dict(self.adapted),
             ledger=recipe.frontier(step),
             counters=list_counters(self.engines),

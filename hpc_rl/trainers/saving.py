@@ -56,6 +56,7 @@ class Saving:
     newest: int = -1  # step of the newest committed generation, or -1
     problem: str = ""  # why the newest save failed; '' if it succeeded
     num_failed: int = 0  # saves in a row that failed
+    waits_for: frozenset[int] = frozenset()  # steps whose evaluation decides whether they stay
     owed: bool = False  # a save was due while another was in flight
     _job: PendingSave | None = None
     _last: bool = False
@@ -154,7 +155,7 @@ class Saving:
         check_newest_lineage(self.trial, manifest.lineage)
         job.commit.commit(manifest)
         try:
-            job.oldest = retain(self.trial, self.policy, self._holds, self._known)
+            job.oldest = retain(self.trial, self.policy, self._holds, self._known, self.waits_for)
         except OSError as error:  # the generation is committed; the next save removes the surplus
             logger.warning("old checkpoints could not be removed, and the next save tries again: %s", error)
         job.committed = True

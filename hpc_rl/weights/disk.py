@@ -208,6 +208,7 @@ def drop(trial: Trial, history_bytes: float = 0.0) -> int:
     publishes the weights of its checkpoint. Raises OSError.
     """
     trial.current_weights.unlink(missing_ok=True)
+    trial.held_weights.unlink(missing_ok=True)
     freed = History(trial, history_bytes).drop()
     clear_leftovers(trial)
     return freed

@@ -29,6 +29,7 @@ from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, PauseMode, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.weights import disk
+from hpc_rl.weights.held_servers import HeldServers
 from hpc_rl.weights.transport import Published
 
 if TYPE_CHECKING:
@@ -57,10 +58,19 @@ class Publisher:
     max_paused: int | None = None  # servers that load from files at once; None for all
     history_bytes: float = 0.0  # weights.history_gb
     process_groups: "ProcessGroups | None" = None  # over which joined servers get weights
+    evaluation_pool: str = (
+        ""  # its servers are held at the version of an evaluation; "" for a share of `pool`
+    )
+    server_share: float = 0.25
+    kept: frozenset[str] = frozenset()  # versions whose files stay
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
         self._roster = RosterReader(self.names, keys.servers(self.pool))
+        self._evaluating = self._roster
+        if self.evaluation_pool:
+            self._evaluating = RosterReader(self.names, keys.servers(self.evaluation_pool))
+        self.held = HeldServers(self.trial, None if self.evaluation_pool else self.server_share)
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
@@ -89,6 +99,15 @@ class Publisher:
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
         return work.result()
 
+    def hold(self, label: str, is_published: bool = False) -> None:
+        """Let some servers stay at a version for an evaluation, once it is published."""
+        self.held.want(label, is_published)
+        self._loop.call_soon_threadsafe(self._hold_soon)
+
+    def release(self) -> None:
+        """Let the servers of an evaluation follow the trainer again."""
+        asyncio.run_coroutine_threadsafe(self._release(), self._loop).result()
+
     def close(self) -> None:
         self._watcher.cancel()
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=30)
@@ -107,6 +126,8 @@ class Publisher:
         limit_s = self.update_timeout_s + num_bytes / SLOWEST_LOAD_BYTES_PER_S
         give_up_at = time.monotonic() + self.setup_timeout_s
         waiting, pause_s = False, RETRY_S
+        if not self.evaluation_pool:  # an evaluation of the version before takes its servers now
+            await self._settle_held()
         while True:
             if not path.is_dir():
                 raise RoleFailed(
@@ -123,12 +144,18 @@ class Publisher:
             )
             self._remember(result, targets, label)
             if result.acknowledged:
+                self.held.note_published(label)
+                self._hold_soon()
                 self._prune()
                 return result
             if result.needs_whole:
                 return result
             if stopping is not None and stopping.is_set():
                 return result
+            if self.held.keys and not targets:  # all servers stay at an older version
+                await self.held.wait_for_release(LONGEST_RETRY_S)
+                give_up_at = time.monotonic() + self.setup_timeout_s
+                continue
             if time.monotonic() > give_up_at:
                 raise RoleFailed(
                     f"no generation server loaded weights {label} within {self.setup_timeout_s:.0f} s "
@@ -146,7 +173,7 @@ class Publisher:
         self._leases = self._roster.list_leases(at_once=True)
         live, usual = {}, {}
         for key, seen in self._leases.items():
-            if seen.alive and seen.value.get("state") not in BUSY:
+            if seen.alive and seen.value.get("state") not in BUSY and not self.held.excludes(key):
                 live[key] = seen
                 epoch, label = self._left_out.get(key, (-1, ""))
                 if epoch != seen.epoch or not is_older(str(seen.value.get("version") or ""), label):
@@ -237,6 +264,7 @@ class Publisher:
         # in the background: training does not wait for a slow file system
         if self._pruning is None or self._pruning.done():
             held = {str(seen.value.get("version")) for seen in self._leases.values() if seen.alive}
+            held |= self.kept
             self._pruning = self._loop.run_in_executor(None, self._history.prune, held)
 
     async def _watch(self) -> None:
@@ -246,11 +274,26 @@ class Publisher:
             with contextlib.suppress(OSError):  # the next read may succeed
                 self._leases = self._roster.list_leases()
                 await self._follow(self._leases)
+            await self._settle_held()
 
     async def _follow(self, leases: dict[str, LeaseView]) -> None:
         """React to a regular read of the leases."""
         if self.process_groups is not None:
             self.process_groups.follow(leases, self._client, BUSY)
+
+    def _hold_soon(self) -> None:
+        task = asyncio.ensure_future(self._settle_held())
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+
+    async def _settle_held(self) -> None:
+        if not self.held.label:
+            return
+        with contextlib.suppress(OSError):  # the next round may succeed
+            await self.held.settle(self._evaluating.list_leases(at_once=True), self._client, BUSY)
+
+    async def _release(self) -> None:
+        await self.held.release(self._evaluating.list_leases(), self._client)
 
     async def _close(self) -> None:
         for task in list(self._preparing):

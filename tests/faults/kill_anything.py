@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,10 @@ from toy_trials import make_toy, pid_of
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.proc import find_start_ticks, is_alive
 from hpc_rl.core.trial import Trial, load_json
+from hpc_rl.rollout.evaluation_log import HEAD_BYTES, load_outcomes
+from hpc_rl.rollout.service import EVALUATIONS
 from hpc_rl.schedulers import make_scheduler
-from hpc_rl.stats.read import is_evaluation
+from hpc_rl.stats.read import is_evaluation, load_history
 
 VICTIMS = ("trainer", "server", "worker", "sequencer", "supervisor")
 ROLES = {"sequencer": "rollout", "worker": "rollout"}
@@ -84,14 +87,15 @@ EXACT = {
 
 SHARED = {**EXACT, "allocation_mode": "embedded:d1|fsdp:d1"}
 
+NUM_HELD_OUT = 8
 NUM_ROWS = 32  # of few.jsonl, an epoch that several trials see more than once
 
 
 def make_workplace(folder: Path) -> Path:
-    """Make the toy with 8 held-out prompts and a reward of the user's own; trials are submitted from here."""
+    """Make the toy with NUM_HELD_OUT held-out prompts and a reward of the user's own; trials are submitted from here."""
     make_toy(folder, "base")
     heldout = folder / "task" / "heldout.jsonl"
-    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:8]))
+    heldout.write_text("".join(heldout.read_text().splitlines(keepends=True)[:NUM_HELD_OUT]))
     rows = (folder / "task" / "train.jsonl").read_text().splitlines(keepends=True)[:NUM_ROWS]
     (folder / "task" / "few.jsonl").write_text("".join(rows))
     (folder / "some_reward.py").write_text(REWARD)
@@ -269,12 +273,23 @@ class Killed:
         assert (load_json(self.trial.done) or {}).get("job_id") == self.job_id
         assert (self.trial.exports / "final" / "model.safetensors").exists()
         assert not list(self.trial.weights.iterdir()), "what was published for servers is removed"
+        self.check_evaluations()
         self.until(lambda: not any(self.find(what) for what in VICTIMS))
         print(
             f"{self.name}: done; {len(self.kills)} kills, {self.promises.steps_repeated()} steps trained again",
             flush=True,
         )
         return self
+
+    def check_evaluations(self) -> None:
+        """No evaluation is missing, and no held-out prompt was lost or scored twice."""
+        every = self.options.get("evaluator.freq_steps", OPTIONS["evaluator.freq_steps"])
+        steps = [*range(0, self.total_steps, int(str(every))), self.total_steps]
+        rows = load_history(self.trial).evaluations
+        assert [row["step"] for row in rows] == steps
+        assert {row["eval_num_prompts"] for row in rows} == {NUM_HELD_OUT}
+        scored = list_scored(self.trial)
+        assert scored and max(Counter(scored).values()) == 1, "a held-out prompt was scored twice"
 
     def weights(self) -> bytes:
         return (self.trial.exports / "final" / "model.safetensors").read_bytes()
@@ -311,6 +326,16 @@ class Killed:
                 f"waited in vain; kills so far {self.kills}\n{story(self.trial)}"
             )
             time.sleep(0.03)
+
+
+def list_scored(trial: Trial) -> list[tuple[str, str, int]]:
+    """Version, set and position of each outcome in the logs of the evaluations that are kept."""
+    return [
+        (folder.name, path.name.partition(".")[0], position)
+        for folder in (trial.rollout / EVALUATIONS).iterdir()
+        for path in sorted(folder.glob("*.log"))
+        for position, _ in load_outcomes(path, path.read_bytes()[:HEAD_BYTES])
+    ]
 
 
 def children(pid: int) -> list[Victim]:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.checkpoint.generation import scan, verify
@@ -18,6 +19,7 @@ from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.name_resolve import open_names
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers import start
+from hpc_rl.trainers.evaluations import EvaluationsBeside, make_numbers
 from hpc_rl.trainers.loop import train
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
@@ -99,6 +101,12 @@ class FakeRecipe:
         self.calls.append(f"evaluate {step}")
         return None if self.run.stopping.is_set() else self.numbers.get(step, {})
 
+    def report_evaluation(self, step: int, version: str, results: dict, elapsed_s: float) -> dict:
+        self.calls.append(f"evaluated {step}")
+        numbers = make_numbers(version, results, elapsed_s)
+        self.run.sinks.log(step, numbers)
+        return numbers
+
     def position(self, step: int) -> tuple[int, int]:
         return divmod(step * 2, 10)
 
@@ -129,6 +137,7 @@ class Starter:
         self.attempt_id = "7.0"
         self.incarnation = -1
         self.data: dict = {}  # fingerprint of the training rows
+        self.beside: Callable[[Run], EvaluationsBeside] | None = None
 
     def __call__(
         self, total: int, at: dict | None = None, numbers: dict | None = None
@@ -160,6 +169,8 @@ class Starter:
         recipe = FakeRecipe(run, total, at)
         recipe.numbers = numbers or {}
         self.last = run
+        if self.beside is not None:
+            run.evaluate_beside(self.beside(run))
         try:
             return train(run, recipe), recipe
         finally:

@@ -162,6 +162,7 @@ class FakeServer:
         return {
             "url": url,
             "version": self.version,
+            "held": self.version,  # for evaluations
             "state": "serving",
             "attempt": "1.0",
             "incarnation": 0,

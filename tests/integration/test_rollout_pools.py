@@ -170,7 +170,7 @@ def test_a_teacher_a_frozen_student_and_a_judge_elsewhere(tmp_path, judge):
             assert row.ids[0] == 2, "the trained prompt is the adaptive one"
         for group in groups:
             assert len({tuple(row.ids[~row.loss_mask]) for row in group.trajectories}) == 1
-        result = client.evaluate("0.2")
+        result = client.evaluate("0.2", "0.2")
         assert (result.num_prompts, result.stats["accuracy_delta"]) == (7, 0.0)
         assert {temperature for _, temperature in judge.asked} == {0.0, 1.0}
         assert all(text.startswith(tuple("0123456789")) and text.count("|") == 2 for text, _ in judge.asked)

@@ -64,9 +64,9 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     indexes = [group.index for batch in batches.values() for group in batch.groups]
     assert len(set(indexes)) == 21
 
-    result = client.evaluate("0.6")
+    result = client.evaluate("0.6", "0.6")
     assert (result.num_prompts, result.version) == (7, "0.6")
-    assert encode(client.evaluate("0.6")) == encode(result)
+    assert encode(client.evaluate("0.6", "0.6")) == encode(result)
 
     status = client.status()
     assert (

@@ -174,6 +174,7 @@ CONFIGS: dict[str, type] = {
     "rw": RWConfig,
     "dpo": DPOConfig,
 }
+HELD_OUT_SETS = "evaluator.sets."
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 
 
@@ -212,12 +213,21 @@ def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
         yield f"train_dataset.{name}" if name else "train_dataset", part
     if config.valid_dataset is not None:
         yield "valid_dataset", config.valid_dataset
+        for name, one in config.evaluator.sets.items():
+            kind = config.valid_dataset.type
+            yield f"{HELD_OUT_SETS}{name}", DatasetConfig(path=one.path, columns=one.columns, type=kind)
 
 
 def list_training_paths(config: Config) -> list[str]:
     """Return the paths of the training data, with the sets of a mixture; of an evaluation, of its data."""
-    evaluates = isinstance(config, GRPOConfig) and config.purpose == "evaluate"
-    return [one.path for name, one in list_datasets(config) if (name == "valid_dataset") is evaluates]
+    if isinstance(config, GRPOConfig) and config.purpose == "evaluate":
+        return [one.path for name, one in list_datasets(config) if name == "valid_dataset"]
+    return [one.path for name, one in list_datasets(config) if not is_held_out(name)]
+
+
+def is_held_out(section: str) -> bool:
+    """Return whether a section of list_datasets is evaluated, not trained on."""
+    return section.startswith(("valid_dataset", HELD_OUT_SETS))
 
 
 def count_steps(config: Config, num_rows: int) -> int:

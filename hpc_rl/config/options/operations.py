@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.config.options.limits import AboveOne, NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.options.dataset import SetName
+from hpc_rl.config.options.limits import (
+    AboveOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveInt,
+    PositiveShare,
+)
 
 
 @dataclass(kw_only=True)
@@ -25,8 +33,9 @@ class KeepBestConfig:
     """Keep the best model by evaluation, as `exports/best`."""
 
     metric: str | None = None
-    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw),
-    `eval_token_accuracy` (sft), or `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`,
+    """Metric of an evaluation: `eval_reward`, or `eval_NAME/reward` of a further set (grpo), `eval_loss`
+    (sft, rw), `eval_accuracy` (rw), `eval_token_accuracy` (sft), or `eval_accuracy_delta`, `eval_reward`,
+    `eval_student_accuracy`,
     `eval_baseline_accuracy` and `eval_reward_<part>` (teacher), or `eval_<name>` if your own workflow puts
     <name> into `Trajectory.stats`; null means the trainer's first metric in this list."""
     mode: Literal["max", "min"] | None = None
@@ -48,12 +57,45 @@ class SaverConfig(FrequencyConfig):
 
 
 @dataclass(kw_only=True)
+class HeldOutSetConfig(FrequencyConfig):
+    """A further held-out set of a GRPO trial. hpc-rl extension."""
+
+    path: PathText
+    """Its file or directory, as `valid_dataset.path`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns with other names in its file, as `valid_dataset.columns`."""
+    n_samples: PositiveInt | None = None
+    """Completions per prompt."""
+    max_new_tokens: PositiveInt | None = None
+    """Largest number of tokens in a completion."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature."""
+    top_p: PositiveShare | None = None
+    """Nucleus sampling: probability mass to sample from; 1 means all."""
+    greedy: bool | None = None
+    """Always take the most likely token."""
+    pass_reward: float = 1.0
+    """Smallest reward of a completion that passes, for `eval_NAME/pass@k`."""
+
+
+@dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
     """Evaluation on `valid_dataset`.
 
     With this dataset one always runs after the last step, and in a GRPO trial also before the first.
     """
 
+    blocking: bool = False
+    """Pause training during an evaluation; false evaluates beside training. Trainers other than grpo and
+    teacher always pause. hpc-rl extension."""
+    server_share: PositiveShare = 0.25
+    """Share of the servers that stay at the version of an evaluation until it is done, at least one. Has no
+    effect if `allocation_mode` has servers for the pool `eval`. hpc-rl extension."""
+    end_wait_s: PositiveInt = 3600
+    """Longest time that the end of a trial waits for evaluations, in seconds. hpc-rl extension."""
+    sets: dict[SetName, HeldOutSetConfig] = field(default_factory=dict)
+    """Further held-out sets by name, each with its own metrics, such as `eval_NAME/reward`. A set without a
+    period has that of `evaluator`; sampling options that are null follow `eval_gconfig`. hpc-rl extension."""
     keep_samples: NonNegativeInt = 32
     """Number of prompts, from the start of `valid_dataset`, whose completions each evaluation keeps for
     `hpc-rl samples`. hpc-rl extension."""

@@ -27,6 +27,7 @@ from hpc_rl.config.rules import (
     distillation_rules,
     engine_rules,
     environment_rules,
+    evaluation_rules,
     file_rules,
     generation_rules,
     judge_rules,
@@ -59,6 +60,7 @@ RULES: list[Rule] = [
     *slurm_rules.RULES,
     *container_rules.RULES,
     *mpi_rules.RULES,
+    *evaluation_rules.RULES,
 ]
 GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *generation_rules.GRPO_RULES,
@@ -67,6 +69,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *training_rules.GRPO_RULES,
     *algorithm_rules.GRPO_RULES,
     *environment_rules.GRPO_RULES,
+    *evaluation_rules.GRPO_RULES,
     *pool_rules.GRPO_RULES,
     *teacher_rules.GRPO_RULES,
     *judge_rules.GRPO_RULES,
@@ -159,7 +162,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
-    for rules in (training_rules, engine_rules, lora_rules, dataset_rules):
+    for rules in (training_rules, engine_rules, lora_rules, dataset_rules, evaluation_rules):
         wanted |= rules.adapt_defaults(config, explicit)
     wanted |= generation_rules.adapt_defaults(config)
     quiet = {"total_train_epochs": "another length is set"}

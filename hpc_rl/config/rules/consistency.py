@@ -50,6 +50,7 @@ NEEDS = {  # option -> the option that it needs for an effect
     "evaluator.freq_secs": "valid_dataset",
     "eval_gconfig": "valid_dataset",
     "evaluator.sets_column": "valid_dataset",
+    "evaluator.sets": "valid_dataset",
     "recover.keep_best": "valid_dataset",
     "saver.keep_best": "valid_dataset",
     "train_dataset.pin_memory": "cluster.n_gpus_per_node",
@@ -335,6 +336,9 @@ def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[Refu
     if isinstance(config, TeacherConfig):
         allowed += tuple(f"eval_reward_{part.rpartition(':')[2]}" for part in config.teacher.reward_parts)
     if keep is None or keep.metric is None or keep.metric in allowed:
+        return
+    sets = config.evaluator.sets if isinstance(config, GRPOConfig) else {}
+    if keep.metric.startswith(tuple(f"eval_{name}/" for name in sets)):
         return
     fills_stats = isinstance(config, GRPOConfig) and ":" in config.rollout.workflow
     if not (fills_stats and keep.metric.startswith("eval_")):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts, list_datasets
+from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts, is_held_out, list_datasets
 from hpc_rl.config.row_shapes import find_weight, load_named_rows
 from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.core.errors import ConfigError
@@ -58,7 +58,7 @@ def check_weights(config: Config, explicit: Collection[str]) -> Iterator[Refusal
         return
     option, column = "train_dataset.weight_column", config.train_dataset.weight_column
     for section, dataset in list_datasets(config):
-        rows = load_named_rows(dataset.path, dataset.columns) if section != "valid_dataset" else []
+        rows = load_named_rows(dataset.path, dataset.columns) if not is_held_out(section) else []
         for number, row in enumerate(rows, 1):
             try:
                 find_weight(row, column)

@@ -14,6 +14,7 @@ from hpc_rl.config.options.experiment import (
     GRPOConfig,
     TeacherConfig,
     has_own_prompts,
+    is_held_out,
     list_datasets,
 )
 from hpc_rl.config.options.teacher import TRUTH_COLUMNS
@@ -62,7 +63,7 @@ _MEDIA = ("image", "images", "video", "videos", "audio")
 def list_read_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
     """Yield section and data set of all data that the trial reads."""
     for section, dataset in list_datasets(config):
-        is_read = section == "valid_dataset" or has_own_prompts(config)
+        is_read = is_held_out(section) or has_own_prompts(config)
         if dataset.path and is_read:
             yield section, dataset
 
@@ -99,7 +100,7 @@ def _choose_columns(config: Config, section: str, dataset: DatasetConfig) -> tup
     found, train, kind = load_named_rows(dataset.path, {}), config.train_dataset.columns, _find_kind(config)
     if dataset.columns or not found:
         return dataset.columns, "", False
-    if train and section == "valid_dataset" and found[0].keys() >= {*train.values()}:
+    if train and is_held_out(section) and found[0].keys() >= {*train.values()}:
         return train, "the same as in train_dataset", False
     if (shape := find_shape(found[0], kind)) is None:
         return {}, "", False
@@ -132,9 +133,9 @@ def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, dataset in list_datasets(config):
         name, path = f"{section}.path", Path(dataset.path)
         refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
-        split = "test" if section == "valid_dataset" else "train"
+        split = "test" if is_held_out(section) else "train"
         if not dataset.path:
-            if section == "valid_dataset" or has_own_prompts(config):
+            if is_held_out(section) or has_own_prompts(config):
                 why = "is not set: give the file of the data (only a trial on environments alone needs none)"
                 related = ("environments",) if isinstance(config, GRPOConfig) else ()
                 yield Refusal(option=name, kind=Kind.MISSING, why=why, related=related)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.fields import suggest_name
-from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, list_datasets
+from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, is_held_out, list_datasets
 from hpc_rl.config.pool_view import find_teacher_pool, is_scoring_teacher, list_reward_models
 from hpc_rl.config.row_shapes import list_columns, load_named_rows
 from hpc_rl.config.rules.consistency import list_given
@@ -112,7 +112,7 @@ def check_demonstrations(config: Config, explicit: Collection[str]) -> Iterator[
         return
     named = {*list_names(section.demonstration_template)} - {"question", "demonstration"}
     for name, dataset in list_datasets(config):
-        rows = load_named_rows(dataset.path, dataset.columns) if name != "valid_dataset" else []
+        rows = load_named_rows(dataset.path, dataset.columns) if not is_held_out(name) else []
         for column in [section.demonstration_column, *sorted(named)]:
             if rows and not all(row.get(column) for row in rows):
                 own = column == section.demonstration_column

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.held_out import find_sampling
 from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value, list_datasets
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.pool_view import is_scoring_teacher, list_reward_models, view_pool
@@ -55,7 +56,8 @@ def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Ite
     if not is_trusted(config, config.tokenizer_path or engine.path):
         yield from check_tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
     if isinstance(config, GRPOConfig):
-        for name, g in list_samplings(config).items():
+        sets = {f"evaluator.sets.{name}": find_sampling(config, name)[0] for name in config.evaluator.sets}
+        for name, g in {**list_samplings(config), **sets}.items():
             if name != "gconfig" and g.max_new_tokens == config.gconfig.max_new_tokens:
                 continue
             dataset = config.train_dataset if name == "gconfig" else config.valid_dataset

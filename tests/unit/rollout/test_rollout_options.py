@@ -25,7 +25,7 @@ from hpc_rl.rollout.workflow import check_group
 from tests.unit.servers.test_router import announce, answer_of, servers
 
 OPTIONS = [*WORDS, "valid_dataset.path=/v", "train_dataset.batch_size=4", "actor.ppo_n_minibatches=1"]
-OPTIONS += ["allocation_mode=sglang:d2+fsdp:d2", "cluster.n_gpus_per_node=4"]
+OPTIONS += ["allocation_mode=sglang:d2+fsdp:d2", "cluster.n_gpus_per_node=4", "evaluator.blocking=true"]
 
 
 def configured(*overrides, model="/m"):
@@ -64,7 +64,7 @@ def opened(tmp_path, model):
                 prompt = {"columns": {"prompt": "x", "answer": "12"}, "input_ids": [5, 6], "version": "0.0"}
                 place = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "notes": {}}
                 async with asyncio.timeout(5):
-                    await worker.answer({**prompt, **place, "evaluate": evaluate})
+                    await worker.answer({**prompt, **place, "evaluate": evaluate, "held_out_set": ""})
                 return decode(sent[-1][4:])
 
             yield ask, fakes

@@ -16,7 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
-from hpc_rl.config.options.operations import EvaluatorConfig
+from hpc_rl.config.options.operations import EvaluatorConfig, HeldOutSetConfig
 from hpc_rl.core.errors import ConfigError, Stale, UserCodeFailed
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import Trial
@@ -121,11 +121,18 @@ def make(
     folder, fate=None, num_rows: int = 50, left_s=lambda: None, lineages=lambda: (9, []), **rules
 ) -> RolloutService:
     sequencer = Sequencer(Rules(**{"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}))
-    prompts, held_out = Prompts(num_rows), Prompts(5)
+    prompts, held_out = Prompts(num_rows), {"": Prompts(5)}
     service = RolloutService(folder, sequencer, prompts, held_out, lineages, Instant(fate), left_s)
     sequencer.log.lineage = load_state(folder).lineage
+    service.evaluations.options = EvaluatorConfig(blocking=True)
     MADE.append(service)
     return service
+
+
+async def evaluate(service: RolloutService, version: WeightVersion, name: str = "", lineage=None):
+    """The result for a trainer that is at this version, or is of a later lineage."""
+    trainer = WeightVersion(version.lineage if lineage is None else lineage, version.step)
+    return await service.evaluate((version, name), None, trainer)
 
 
 async def batches(service: RolloutService, *steps: int, lineage: int = 0) -> list[bytes]:
@@ -318,9 +325,9 @@ async def test_a_row_that_the_chat_template_refuses_ends_the_role_with_its_name(
     with pytest.raises(ConfigError, match="row 7: chat template"):
         await asyncio.wait_for(service.run(), 5)
     held_out = make(tmp_path / "another")
-    held_out.evaluations.prompts = Unreadable(5)
+    held_out.evaluations.sets[""] = Unreadable(5)
     with pytest.raises(Refused, match=r"the rollout role ends: dataset .* row 7"):
-        await held_out.evaluate(WeightVersion(0, 0), None)
+        await evaluate(held_out, WeightVersion(0, 0))
     with pytest.raises(ConfigError, match="row 7: chat template"):
         await asyncio.wait_for(held_out.run(), 5)
 
@@ -402,9 +409,9 @@ async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the
 
 async def test_a_reward_that_raises_for_every_held_out_prompt_ends_the_role(tmp_path):
     rejected = {"op": "rejected", "reason": "reward_exception", "error": "KeyError: 'x' (mine.py:3, in near)"}
-    service = make(tmp_path, lambda frame: rejected)
+    service = make(tmp_path, lambda frame: rejected if frame["evaluate"] else None)
     with pytest.raises(Refused):
-        await service.evaluate(WeightVersion(0, 3), None)
+        await evaluate(service, WeightVersion(0, 3))
     told = r"5 were left out; the last exception: KeyError: 'x' \(mine.py:3"
     with pytest.raises(UserCodeFailed, match=told):
         await service.run()
@@ -446,12 +453,12 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
 
     scored = SCORED | {"versions": ["0.3"], "stats": {"row": 99}}
     service = make(tmp_path, fate)
-    result = await service.evaluate(WeightVersion(0, 3), None)
+    result = await evaluate(service, WeightVersion(0, 3))
     assert (result.num_prompts, result.reward, result.version) == (4, 1.0, "0.3")
     counts = {"num_tokens": 12.0, "left_out": 1.0, "asked_again": 1.0}
     assert result.stats == {"row": 1.5, "odd": 1.0} | counts  # means over the rows that have it
     assert sorted(asked) == [0, 1, 2, 2, 3, 4]
-    assert await service.evaluate(WeightVersion(0, 3), None) is result
+    assert await evaluate(service, WeightVersion(0, 3)) is result
     assert 0 < len(service.sequencer.running) <= 4  # evaluation is not counted as running
 
 
@@ -461,8 +468,8 @@ async def test_an_evaluation_of_several_completions_measures_pass_at_k_for_each_
         return SCORED | {"rewards": rewards, "versions": ["0.3"]} if frame["evaluate"] else None
 
     service = make(tmp_path, fate)
-    service.evaluations.options = EvaluatorConfig(sets_column="of")
-    result = await service.evaluate(WeightVersion(0, 3), None)
+    service.evaluations.options = EvaluatorConfig(sets_column="of", blocking=True)
+    result = await evaluate(service, WeightVersion(0, 3))
     await service.close()
     assert result.reward == pytest.approx((1 + 0 + 4 + 3 + 0) / 20)
     found = {name: value for name, value in result.stats.items() if name.startswith("pass@")}
@@ -477,14 +484,97 @@ async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
     newer = SCORED | {"versions": ["0.4"]}
     service = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
     with pytest.raises(Stale, match=r"0\.4"):
-        await service.evaluate(WeightVersion(0, 3), None)
+        await evaluate(service, WeightVersion(0, 3))
     await service.close()
     waiting = make(tmp_path, lambda frame: None)
-    first = asyncio.create_task(waiting.evaluate(WeightVersion(0, 3), None))
+    first = asyncio.create_task(evaluate(waiting, WeightVersion(0, 3)))
     await asyncio.sleep(0)
     waiting.observe(1, 2)
     with pytest.raises(Stale, match="lineage 1"):
         await first
+
+
+def scores(asked: list, held=lambda frame: False):
+    """A fate that scores held-out prompts by their row and notes them, except those that are held."""
+
+    def fate(frame):
+        if not frame["evaluate"] or held(frame):
+            return None
+        asked.append((frame["held_out_set"], frame["row"]))
+        return SCORED | {"rewards": [float(frame["row"])], "versions": [frame["version"]]}
+
+    return fate
+
+
+async def test_a_restarted_role_asks_only_the_held_out_prompts_without_an_outcome(tmp_path):
+    seen: list[tuple[str, int]] = []
+    service = make(tmp_path, scores(seen, held=lambda frame: frame["row"] == 3))
+    first = asyncio.create_task(evaluate(service, WeightVersion(0, 3)))
+    while len(seen) < 4:
+        await asyncio.sleep(0.01)
+    first.cancel()
+    service.ledger.close()
+    (log,) = (tmp_path / "evaluations" / "0.3").glob("*.log")
+    log.write_bytes(log.read_bytes()[:-3])  # the last outcome is torn
+    torn = seen.pop()
+    again: list[tuple[str, int]] = []
+    service = make(tmp_path, scores(again))
+    result = await evaluate(service, WeightVersion(0, 3))
+    assert sorted(again) == sorted([torn, ("", 3)])
+    assert (result.num_prompts, result.reward) == (5, 2.0)
+    service.ledger.close()
+    changed: list[tuple[str, int]] = []
+    service = make(tmp_path, scores(changed))
+    service.evaluations.identity = "another reward"
+    await evaluate(service, WeightVersion(0, 3))
+    assert len(changed) == 5, "outcomes of another reward do not count"
+
+
+async def test_an_evaluation_goes_on_for_a_later_trainer_that_asks_for_it(tmp_path):
+    seen: list[tuple[str, int]] = []
+    waits = [True]
+    service = make(tmp_path, scores(seen, held=lambda frame: waits[0] and frame["row"] == 3))
+    service.evaluations.options = EvaluatorConfig()
+    first = asyncio.create_task(evaluate(service, WeightVersion(0, 3)))
+    while len(seen) < 4:
+        await asyncio.sleep(0.01)
+    await service.begin(1)
+    service.observe(1, 5)
+    with pytest.raises(Stale, match=r"0\.3 was dropped"):
+        await first
+    assert service.evaluations.running == []
+    waits[0] = False
+    assert (await evaluate(service, WeightVersion(0, 3), lineage=1)).num_prompts == 5
+    assert sorted(seen) == [("", row) for row in range(5)], "none is asked twice"
+
+
+async def test_an_answer_without_a_result_has_the_number_of_scored_prompts(tmp_path):
+    service = make(tmp_path, scores([], held=lambda frame: frame["row"] == 3))
+    wanted = {"version": "0.3", "wait_s": 0.05}
+    async with asked(service) as client:
+        scored = ""
+        while scored != "4":
+            answer = await client.post("/evaluate", json=wanted, headers=CONTROL)
+            assert answer.status == 204
+            scored = answer.headers["X-Hpc-Rl-Scored"]
+
+
+async def test_each_held_out_set_has_its_prompts_its_result_and_its_log(tmp_path):
+    seen: list[tuple[str, int]] = []
+    service = make(tmp_path, scores(seen))
+    service.evaluations.sets["hard"] = Prompts(3)
+    service.evaluations.options = EvaluatorConfig(sets={"hard": HeldOutSetConfig(path="h", pass_reward=2.0)})
+    main = await evaluate(service, WeightVersion(0, 3))
+    hard = await evaluate(service, WeightVersion(0, 3), "hard")
+    assert (main.num_prompts, main.reward, hard.num_prompts, hard.reward) == (5, 2.0, 3, 1.0)
+    assert len(seen) == 8 == len(set(seen))
+    await evaluate(service, WeightVersion(0, 9))
+    await service.retain(9)
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["0.9"]
+    async with asked(service) as client:
+        for name, status in (("hard", 200), ("unknown", 404)):
+            body = {"version": "0.3", "set": "", "together": [name], "wait_s": 5}
+            assert (await client.post("/evaluate", json=body, headers=CONTROL)).status == status
 
 
 async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):

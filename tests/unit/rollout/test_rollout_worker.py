@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.options.inference import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.config.options.operations import EvaluatorConfig
+from hpc_rl.config.options.operations import EvaluatorConfig, HeldOutSetConfig
 from hpc_rl.config.rules.generation_rules import WORKFLOW_ARGS
 from hpc_rl.core.errors import ConfigError, EndpointUnavailable, InputRefused, RequestRefused, RoleFailed
 from hpc_rl.core.types import Reply, TrajectoryGroup, Turn, decode, encode
@@ -59,8 +59,9 @@ class Client:
 def make(client, workflow=single_turn, name="own:f", checking=False, others=None, context=None, **gconfig):
     rollout = InferenceEngineConfig(workflow=name, check_trajectory_format=checking)
     tracing = gconfig.pop("tracing", False)
+    of_evaluator = {name: gconfig.pop(name) for name in ("sets", "blocking") if name in gconfig}
+    evaluator = EvaluatorConfig(keep_samples=1, **of_evaluator)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
-    evaluator = EvaluatorConfig(keep_samples=1)
     config = SimpleNamespace(seed=1, gconfig=sampled, eval_gconfig=None, rollout=rollout, evaluator=evaluator)
     pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
@@ -76,9 +77,16 @@ def make(client, workflow=single_turn, name="own:f", checking=False, others=None
 
 
 async def answer(
-    made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6), notes=None, **columns
+    made: Worker,
+    sent: list[bytes],
+    evaluate: bool = False,
+    input_ids=(5, 6),
+    notes=None,
+    held_out_set="",
+    **columns,
 ) -> dict:
     content = {"input_ids": list(input_ids), "version": "0.3", "evaluate": evaluate, "notes": notes or {}}
+    content["held_out_set"] = held_out_set
     content["columns"] = {"prompt": "x", "answer": "1299", **columns}
     await made.answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
     return decode(sent[-1][4:])
@@ -105,6 +113,18 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     assert request.sampling["stop_token_ids"] == [3, 99, 7]
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
+
+
+async def test_each_held_out_set_is_sampled_in_its_own_way_by_held_servers():
+    client = Client()
+    made, sent = make(client, sets={"hard": HeldOutSetConfig(path="h", n_samples=2, temperature=0.5)})
+    await answer(made, sent)
+    await answer(made, sent, evaluate=True)
+    await answer(made, sent, evaluate=True, held_out_set="hard")
+    found = [(one.exact, one.sampling["temperature"]) for one in client.requests]
+    assert found == [(False, 1.0)] * 3 + [(True, 1.0)] + [(True, 0.5)] * 2
+    await answer(*make(client, blocking=True), evaluate=True)
+    assert not client.requests[-1].exact
 
 
 async def test_a_group_brings_the_columns_of_its_row():

@@ -108,6 +108,7 @@ class Trial:
         frame = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "version": "0.3"}
         ids = encode_prompt(self.tokenizer, row)
         frame |= {"columns": row, "input_ids": ids, "evaluate": evaluate, "notes": notes or {}}
+        frame["held_out_set"] = ""
         await self.worker.answer(frame)
         outcome = decode(self.sent[-1][4:])
         return decode(outcome["group"]) if outcome["op"] == "group" else outcome

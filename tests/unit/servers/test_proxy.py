@@ -13,7 +13,7 @@ from hpc_rl.core.net import bind
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys, open_names, shared_fs
 from hpc_rl.servers import replica as replica_module
-from hpc_rl.servers.client import open_session
+from hpc_rl.servers.client import EXACT_HEADER, MIN_VERSION_HEADER, open_session
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.replica import Identity, Replica
 
@@ -314,6 +314,67 @@ def start(trial, backend, names, incarnation=0):
 
 def lease(names):
     return names.list_leases(keys.servers("rollout"))[keys.server("rollout", 0)].value
+
+
+async def test_a_held_server_stays_at_its_version_until_it_is_released():
+    async with proxy_at() as (proxy, call):
+        hold = {"model_path": "/weights/0.3", "weight_version": "0.3"}
+        assert (await call("POST", "/hold_weights", hold, "control"))[0] == 200
+        assert proxy.backend.calls == [], "it has them already"
+        newer = {"model_path": "/weights/0.4", "weight_version": "0.4", "pause_mode": "retract"}
+        for path in ("/switch_weights", "/update_weights_from_disk"):
+            status, answer = await call("POST", path, newer, "control")
+            assert status == 400 and "stays at weights 0.3" in answer["message"]
+        exact = {MIN_VERSION_HEADER: "0.2", EXACT_HEADER: "1"}
+        assert (await call("POST", "/generate", {"input_ids": [1]}, headers=exact))[0] == 503
+        exact[MIN_VERSION_HEADER] = "0.3"
+        assert (await call("POST", "/generate", {"input_ids": [1]}, headers=exact))[0] == 200
+        assert (await call("POST", "/hold_weights", {"weight_version": ""}, "control"))[0] == 200
+        assert (await call("POST", "/switch_weights", newer, "control"))[0] == 200 and proxy.version == "0.4"
+
+
+async def test_a_server_that_is_held_loads_an_older_version_or_stays_free():
+    async with proxy_at() as (proxy, call):
+        hold = {"model_path": "/weights/0.1", "weight_version": "0.1"}
+        proxy.backend.fail_updates = True
+        assert (await call("POST", "/hold_weights", hold, "control"))[0] == 400
+        assert (proxy.held, proxy.version) == ("", "0.3")
+        proxy.backend.fail_updates = False
+        assert (await call("POST", "/hold_weights", hold, "control"))[0] == 200
+        assert (proxy.held, proxy.version) == ("0.1", "0.1")
+        assert ("/pause_generation", {"mode": "abort"}) in proxy.backend.calls
+
+
+async def test_a_server_named_in_the_record_stays_at_its_version_also_after_a_restart(trial):
+    publish(trial, "0.5")
+    record = {"label": "0.3", "path": "/weights/0.3", "servers": ["server/rollout/0"]}
+    write_json(trial.held_weights, record)
+    names, backend = open_names(trial), FakeBackend()
+    replica, stopping, task = start(trial, backend, names)
+    await until(lambda: replica.proxy.state == "serving")
+    assert backend.started == ("/weights/0.3", "0.3")
+    await until(lambda: lease(names).get("held") == "0.3")
+    trial.held_weights.unlink()  # the call that releases it was lost
+    await until(lambda: replica.proxy.version == "0.5")
+    assert "held" not in lease(names)
+    write_json(trial.held_weights, record)
+    await until(lambda: (replica.proxy.version, replica.proxy.held) == ("0.3", "0.3"))
+    stopping.set()
+    await task
+
+
+async def test_a_server_for_evaluations_alone_ignores_what_is_published(trial):
+    publish(trial, "0.5")
+    names, backend, stopping = open_names(trial), FakeBackend(), threading.Event()
+    who = Identity(4, "7.1", 0, "eval")
+    replica = Replica(backend, trial, names, TOKENS, who, "/base", evaluates=True)
+    task = asyncio.create_task(replica.run(stopping))
+    await until(lambda: replica.proxy.state == "waiting")
+    assert backend.started == ("/base", "")
+    write_json(trial.held_weights, {"label": "0.4", "path": "/weights/0.4", "servers": []})
+    await until(lambda: replica.proxy.version == replica.proxy.held == "0.4")
+    stopping.set()
+    await task
 
 
 async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):

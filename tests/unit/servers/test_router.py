@@ -87,6 +87,20 @@ def request(min_version=""):
     return GenerateRequest([5, 6], {"max_new_tokens": 8, "temperature": 1.0}, "r" * 32, min_version)
 
 
+async def test_an_exact_request_goes_to_a_server_that_is_held_at_its_version(names):
+    async with servers(3, names) as fakes:
+        for index, held in ((1, "0.1"), (2, "0.2")):
+            value = {"url": fakes[index].url, "version": "0.1", "state": "serving", "held": held}
+            names.lease(keys.server("rollout", index), value, 60.0)
+        async with Router(names, "data", poll_s=0.02) as router:
+            asked = [request("0.1") for _ in range(6)]
+            for one in asked:
+                one.exact = True
+            await asyncio.gather(*(router.generate_many([one]) for one in asked))
+    assert [len(fake.bodies) for fake in fakes] == [0, 6, 0]
+    assert fakes[1].headers[0]["X-Hpc-Rl-Exact-Version"] == "1"
+
+
 async def test_abort_is_resubmitted_with_what_was_made():
     async with servers(1) as (fake,), open_session() as session:
         replies = [answer_of([7, 8], "0.1", "abort"), answer_of([], "0.2", "abort"), answer_of([9], "0.2")]

@@ -164,8 +164,11 @@ class FakeService:
         self.id = options.get("id", "")
         return self
 
-    def log(self, numbers, step):
+    def log(self, numbers, step=None):
         self.rows.append((step, numbers))
+
+    def define_metric(self, name, step_metric):
+        self.axes = (name, step_metric)
 
     def finish(self):
         self.finished = True
@@ -184,13 +187,17 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
     )
     sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
     sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
+    sinks.log(2, {"eval_reward": 0.5, "eval_version": "0.2"})
     sinks.close()
     wanted = {"mode": "offline", "entity": "team", "tags": ["a"], "config": {"seed": 1}}
     wanted |= {"project": "sums", "name": "grpo", "group": "sums_grpo", "settings": {"base_url": "http://w"}}
     assert wanted.items() <= wandb.options.items() and wandb.id == "sums_grpo_train"
     wanted = {"project": "p", "experiment_name": "grpo", "mode": "local"}
     assert wanted.items() <= swanlab.options.items()
-    assert wandb.rows == swanlab.rows == [(3, {"loss": 0.5})]
+    assert wandb.rows[0] == swanlab.rows[0] == (3, {"loss": 0.5})
+    assert wandb.axes == ("eval_*", "evaluated_step"), "it drops what is logged with an earlier step"
+    assert wandb.rows[1] == (None, {"eval_reward": 0.5, "evaluated_step": 2})
+    assert swanlab.rows[1] == (2, {"eval_reward": 0.5})
     assert wandb.finished and swanlab.finished
 
 

@@ -61,7 +61,16 @@ class FakeRollout:
             raise TimeoutError(self.answers.pop(0))
         return self.answers.pop(0)
 
-    def evaluate(self, label: str, stopping: threading.Event) -> EvalResult | None:
+    def evaluate(
+        self,
+        label: str,
+        trainer: str,
+        name: str,
+        together: list,
+        stopping: threading.Event,
+        on_progress: object,
+    ) -> EvalResult | None:
+        assert (trainer, name, together) == (label, "", [""])
         return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0, "hints": 2.5})
 
 

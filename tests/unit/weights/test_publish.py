@@ -34,6 +34,7 @@ class FakeServer:
         self.refuse = False
         self.lie = False
         self.damaged = False
+        self.held = ""
         self.act = None  # answers in place of `control`
 
     async def start(self) -> FakeServer:
@@ -41,6 +42,7 @@ class FakeServer:
         for path in (
             "/prepare_weights",
             "/switch_weights",
+            "/hold_weights",
         ):
             app.router.add_post(path, self.control)
         self.runner = web.AppRunner(app)
@@ -60,6 +62,10 @@ class FakeServer:
         assert request.headers["Authorization"] == "Bearer c-token"
         self.calls.append(request.path)
         body = await request.json()
+        if request.path == "/hold_weights":
+            if self.damaged:
+                return web.json_response({"error": "damaged", "message": "0.1/rank-00000"}, status=424)
+            self.held = body["weight_version"]
         if request.path == "/prepare_weights" and self.damaged:
             return web.json_response({"error": "damaged", "message": "0.1/rank-00000"}, status=424)
         if request.path == "/switch_weights":
@@ -295,3 +301,50 @@ def test_what_a_killed_trainer_left_is_not_seen_and_goes(trial):
     assert disk.prune(trial, held=[]) == []
     disk.clear_leftovers(trial)
     assert sorted(path.name for path in trial.weights.iterdir()) == ["0.1", "current.json"]
+
+
+async def wait_until(holds) -> None:
+    async with asyncio.timeout(extend(10)):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_share_of_the_servers_stays_at_the_version_of_an_evaluation(publisher, trial, servers):
+    publisher.server_share = publisher.held.share = 0.4  # 1.2 of 3
+    publisher.hold("0.1")
+    publisher.kept = frozenset({"0.1"})
+    assert not publisher.held.keys, "it is not published yet"
+    for step in (1, 2, 3, 4):
+        result = await publish(publisher, trial, step)
+    assert result.acknowledged == ["server/rollout/1", "server/rollout/2"]
+    assert [server.version for server in servers] == ["0.1", "0.4", "0.4"]
+    assert [server.held for server in servers] == ["0.1", "", ""]
+    record = json.loads(trial.held_weights.read_text())
+    assert record == {"label": "0.1", "path": str(trial.published("0.1")), "servers": ["server/rollout/0"]}
+    assert trial.published("0.1").is_dir()
+    await asyncio.to_thread(publisher.release)
+    publisher.kept = frozenset()
+    assert servers[0].held == "" and not trial.held_weights.exists()
+    assert len((await publish(publisher, trial, 5)).acknowledged) == 3
+
+
+async def test_with_one_server_a_publication_waits_for_the_evaluation(publisher, trial, servers):
+    for server in servers[1:]:
+        server.lease.release()
+    await publish(publisher, trial, 1)
+    publisher.hold("0.1")
+    await wait_until(lambda: servers[0].held == "0.1")
+    publisher.setup_timeout_s = 0.1
+    newer = asyncio.create_task(publish(publisher, trial, 2))
+    await asyncio.sleep(0.5)  # longer than the limit for servers that are missing
+    assert not newer.done() and servers[0].version == "0.1"
+    publisher.setup_timeout_s = 5.0
+    await asyncio.to_thread(publisher.release)
+    assert (await newer).acknowledged == ["server/rollout/0"]
+
+
+async def test_a_version_that_no_server_can_load_is_a_problem_of_its_evaluation(publisher, trial, servers):
+    for server in servers:
+        server.damaged = True
+    publisher.hold("0.1", is_published=True)
+    await wait_until(lambda: "0.1/rank-00000" in publisher.held.problem)
