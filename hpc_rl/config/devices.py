@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer
-from hpc_rl.config.pool_view import find_trained_pool_in
+from hpc_rl.config.pool_view import EVALUATION_POOL, find_trained_pool_in
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.allocation import Allocation, Servers, Train, parse
 from hpc_rl.core.backends import choose_server_backend
@@ -58,9 +58,11 @@ def _drop_trainer(config: Config, allocation: Allocation) -> tuple[Allocation, l
     if allocation.train is None or not allocation.pools:
         return allocation, []
     name = find_trained_pool_in(config, allocation)
+    others = config.pools if isinstance(config, GRPOConfig) else {}
     pools = tuple(
         replace(one, d=None) if one.pool == name and config.cluster.n_gpus_per_node else one
         for one in allocation.pools
+        if one.pool != EVALUATION_POOL or one.pool in others
     )
     alone = fill_stars(config, Allocation(pools=pools))
     return alone, [make_note("allocation_mode", f"has no trainer for this purpose: {alone} is used")]

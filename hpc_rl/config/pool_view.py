@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
 from hpc_rl.config.load.fields import is_optional, list_alternatives, list_hints, strip_limits
-from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.allocation import DEFAULT_POOL, Allocation, parse
@@ -53,7 +53,7 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
 
 def has_evaluation_pool(config: GRPOConfig) -> bool:
     """Return whether the trial has servers for evaluations alone, which get the versions to evaluate."""
-    placed = parse(config.allocation_mode).pools if config.allocation_mode else ()
+    placed = parse(config.allocation_mode).pools if config.allocation_mode and has_trainer(config) else ()
     return EVALUATION_POOL not in config.pools and any(one.pool == EVALUATION_POOL for one in placed)
 
 

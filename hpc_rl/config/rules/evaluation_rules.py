@@ -20,6 +20,8 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
 
 def _find_reason_to_pause(config: GRPOConfig) -> tuple[str, str] | None:
     """Return why an evaluation must pause training, and the option; None if it need not."""
+    if not has_trainer(config):
+        return None
     if config.allocation_mode and parse(config.allocation_mode).colocate:
         return "servers and trainer use the same units in turn", "allocation_mode"
     if config.critic is not None and config.saver.keep_best is not None:
@@ -40,8 +42,7 @@ def check_trainer(config: Config, explicit: Collection[str]) -> Iterator[Refusal
 def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse options and servers without an effect."""
     evaluator, has_pool = config.evaluator, has_evaluation_pool(config)
-    is_idle = evaluator.blocking or config.valid_dataset is None or not has_trainer(config)
-    if has_pool and is_idle:
+    if has_pool and (evaluator.blocking or config.valid_dataset is None):
         why = f"has servers for the pool {EVALUATION_POOL}, which evaluate valid_dataset beside training only"
         yield Refusal(
             option="allocation_mode",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc_rl.config.devices import choose_allocation
 from hpc_rl.config.held_out import find_period, find_sampling, list_held_out_sets
 from hpc_rl.config.load.load import load
 from hpc_rl.config.pool_view import find_trained_pool, has_evaluation_pool
@@ -49,6 +50,12 @@ def test_the_pool_eval_is_not_the_trained_one_unless_it_is_a_frozen_model():
     judge = ["pools.eval.path=/other", "rollout.reward_fn=judge", "rollout.judge.pool=eval"]
     frozen = checked([*GRPO, POOL, *judge]).config
     assert (find_trained_pool(frozen), has_evaluation_pool(frozen)) == ("rollout", False)
+
+
+def test_a_trial_without_a_trainer_has_no_servers_for_evaluations_beside_it():
+    config = checked([*GRPO, POOL, "purpose=evaluate"]).config
+    assert not has_evaluation_pool(config)
+    assert str(choose_allocation(config)[0]) == "embedded:d1"
 
 
 @pytest.mark.parametrize(
