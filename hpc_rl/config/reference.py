@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterator
 
 from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
-from hpc_rl.config.compat.areal_options import DEPARTURES, ONE_VALUE
+from hpc_rl.config.compat.areal_options import CHANGED_DEFAULTS, DEPARTURES, ONE_VALUE
+from hpc_rl.config.compat.areal_placement import SPEC
 from hpc_rl.config.compat.atlas import ALIASES as ATLAS
 from hpc_rl.config.compat.atlas import PRESET_DEPARTURES
 from hpc_rl.config.compat.other_names import ROWS
-from hpc_rl.config.load.fields import find_section, list_hints
+from hpc_rl.config.load.fields import find_section, list_defaults, list_hints
 from hpc_rl.config.load.names import ALIASES
 from hpc_rl.config.load.parser import describe_options, list_sections, make_parser
 from hpc_rl.config.options.experiment import CONFIGS
@@ -150,6 +151,16 @@ def _make_name_tables() -> Iterator[str]:
     departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
     title = "Where our default departs from AReaL's"
     yield from _make_table(title, [], ["option", "AReaL", "why ours differs"], departures)
+    ours = list_defaults(CONFIGS["grpo"])
+    changed = [
+        [f"`{name}`", json.dumps(value), json.dumps(ours[name])] for name, value in CHANGED_DEFAULTS.items()
+    ]
+    texts = [
+        "A file without these options has the defaults of hpc-rl, because a file does not tell its release.",
+        "Rows about `actor` apply to every model.",
+    ]
+    heads = ["option", "AReaL v0.5.3 and v1.0.4", "here"]
+    yield from _make_table("Defaults that AReaL changed in v0.5.3", texts, heads, changed)
     texts = ["Documented defaults of ATLAS that `--preset atlas` does not have."]
     rows = [[f"`{name}`", *row] for name, row in PRESET_DEPARTURES.items()]
     yield from _make_table(
@@ -179,10 +190,19 @@ def _make_areal_names() -> Iterator[str]:
         "Names in AReaL's files that are no options here. Rows about `actor` apply to `ref` and `model`.",
         "Options of the policy's loss in `ref`, and levels of normalization that are `none`, are accepted.",
         f"Keys for `{WORKFLOW_ARGS}` need a `{WORKFLOW}`; the multi-turn example gets `multi_turn`.",
+        "`rollout.backend`, `actor.backend` and `teacher.backend` are `allocation_mode`.",
+        "`critic` and `ref` must have the backend of `actor`, and `scheduling_strategy` colocation with it.",
         f"AReaL's saved files contain these defaults, which count as not written: {', '.join(unwritten)}.",
     ]
     names = [[", ".join(names), said] for said, names in rows.items()]
-    yield from _make_table("Names of AReaL v0.3.0 to v0.4.1", texts, ["AReaL", "here"], names)
+    yield from _make_table("Names of AReaL v0.3.0 to v1.0.4", texts, ["AReaL", "here"], names)
+    texts = [
+        "The spec of `actor` is for the trainer, that of `rollout` for the servers.",
+        "Those of `critic` and `ref` must equal `actor`'s, and that of `teacher` must equal `rollout`'s.",
+        "A given option of `launcher` wins. `mem` is in GB, our options are in MB.",
+    ]
+    fields = [[f"`{name}`", field.describe()] for name, field in SPEC.items()]
+    yield from _make_table("Fields of AReaL's scheduling_spec", texts, ["field", "here"], fields)
 
 
 def _make_table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]) -> Iterator[str]:

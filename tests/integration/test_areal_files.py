@@ -1,5 +1,5 @@
-"""AReaL's files, and one in ATLAS's names, run end to end on the toy: only paths, a short length and
-`--preset cpu` are said beside them, and the mesh of the trainer where one is wanted.
+"""AReaL's files of v0.3 to v1.0, and one in ATLAS's names, run end to end on the toy: only paths, a short
+length and `--preset cpu` are said beside them, and the mesh of the trainer where one is wanted.
 """
 
 import json
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_rl.core.trial import Trial
 from hpc_rl.stats.read import load_history
 from tests.unit.config.test_areal import EXAMPLES, make_saved_config, write_example
+from tests.unit.config.test_areal_recent import write_recent
 
 STEPS = 2
 ROWS = {  # example -> trainer's section, training rows, held-out rows
@@ -30,6 +31,37 @@ MESHES = {
     "megatron": "embedded:d1+megatron:d1p1t2",
     "megatron_moe": "embedded:d1+megatron:(attn:d1p1t2|ffn:d1p1t1e2)",
 }
+OF_RL, PAIRS = ("gsm8k", "gsm8k-heldout"), ("preferences", "preferences-heldout")
+# A reward model's file is that of DPO but for these.
+REWARD_MODEL = [
+    "train_dataset.type=rw",
+    "valid_dataset.type=rw",
+    "actor.is_critic=true",
+    "~ref",
+    "~actor.beta",
+]
+FILES = {"v1_0_reward_model": "alignment/hhrlhf_dpo"}
+# Configuration of v1.0.4 -> training rows, held-out rows, what is said beside it
+RECENT: dict[str, tuple[str, str, list[str]]] = {
+    "math/gsm8k_grpo": (*OF_RL, []),
+    "math/gsm8k_dapo_dynamic_bs": (*OF_RL, []),
+    "math/gsm8k_gspo": (*OF_RL, []),
+    "math/gsm8k_sapo": (*OF_RL, []),
+    "math/gsm8k_m2po": (*OF_RL, []),
+    "math/gsm8k_reinforce_baseline": (*OF_RL, []),
+    "experimental/prox_approx/gsm8k_grpo_prox_approx_eval": (*OF_RL, []),
+    "math/gsm8k_grpo_lora": (*OF_RL, []),
+    "math/gsm8k_grpo_megatron_lora_moe": (*OF_RL, []),
+    "math/gsm8k_ppo_megatron": (*OF_RL, []),
+    "distillation/gsm8k_grpo_distill": (
+        *OF_RL,
+        ["allocation_mode=embedded[rollout]:d1+embedded[teacher]:d1+fsdp:d1", "teacher.path={model}"],
+    ),
+    "alignment/hhrlhf_dpo": (*PAIRS, []),
+    "v1_0_reward_model": (*PAIRS, REWARD_MODEL),
+    "vlm/clevr_count_70k_sft": ("sft", "sft", []),  # its model is of text here
+}
+RECENT_SOON = ("alignment/hhrlhf_dpo", "vlm/clevr_count_70k_sft")
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -41,7 +73,7 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """The toy, with a context in which the files' max_new_tokens of 1024 finds room."""
+    """The toy, with a context in which the files' max_new_tokens of 1024 finds room, and `wide` for 4096."""
     folder = tmp_path_factory.mktemp("areal")
     make_quickstart(folder)
     task = folder / "quickstart" / "task"
@@ -57,6 +89,8 @@ def place(tmp_path_factory) -> Path:
     config = folder / "quickstart" / "base" / "config.json"
     sizes = json.loads(config.read_text()) | {"max_position_embeddings": 2048}
     config.write_text(json.dumps(sizes))
+    wide = shutil.copytree(config.parent, folder / "quickstart" / "wide")
+    (wide / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 8192}))
     experts = shutil.copytree(config.parent, folder / "quickstart" / "experts")
     (experts / "model.safetensors").unlink()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | EXPERTS))
@@ -125,6 +159,31 @@ def test_it_runs_to_its_end(trials, place, name):
         # a second turn, if the first answer is wrong
         assert all(row["agent/turns"] > 1 for row in history.steps)
         assert any(row["reward"] > 0 for row in history.steps)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [name if name in RECENT_SOON else pytest.param(name, marks=pytest.mark.soak) for name in RECENT]
+)
+def test_a_file_of_v1_0_trains(place, name):
+    train, valid, more = RECENT[name]
+    toy, folder = place / "quickstart", place / name.replace("/", "_")
+    model = toy / "wide"
+    folder.mkdir()
+    said = hpc_rl(
+        "submit", "--json", "--config", write_recent(folder, FILES.get(name, name)), "--preset", "cpu",
+        f"total_train_steps={STEPS + 1}", f"experiment_name={folder.name.replace('_', '-')}",
+        f"cluster.fileroot={toy / 'runs'}", f"cluster.name_resolve.nfs_record_root={toy / 'names'}",
+        f"actor.path={model}", f"train_dataset.path={toy / 'task' / train}.jsonl",
+        f"valid_dataset.path={toy / 'task' / valid}.jsonl", "launcher.type=local",
+        *(one.format(model=model) for one in more), cwd=place,
+    )  # fmt: skip
+    trial = Trial(Path(json.loads(said.stdout)["dir"]))
+    wait_for(trial, place, 560)
+    history = load_history(trial)
+    assert [row["step"] for row in history.steps] == [1, 2, 3]
+    assert all(row["grad_norm"] >= 0 for row in history.steps)
+    assert any((trial.exports / "final").glob("*.safetensors"))
 
 
 def test_a_file_as_atlas_documents_it_trains(place):

@@ -6,14 +6,15 @@
 import dataclasses
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from hpc_rl.config.compat.areal_names import (
     ANY,
     AS_UNWRITTEN,
+    CODE_OF_WORKFLOWS,
+    MEGATRON_LAYERS,
     MODELS,
     MOUNT,
     NAMES,
@@ -24,9 +25,12 @@ from hpc_rl.config.compat.areal_names import (
     WORKFLOW_ARGS,
 )
 from hpc_rl.config.compat.areal_options import IDENTITY, ONE_VALUE
+from hpc_rl.config.compat.areal_placement import convert_placement
+from hpc_rl.config.compat.renamed import RenamedSettings, follow_references, shorten_list
 from hpc_rl.config.load.fields import list_defaults, list_options
+from hpc_rl.config.load.names import ALIASES
 from hpc_rl.config.load.parser import convert_value
-from hpc_rl.config.load.source import Settings, SourceValue
+from hpc_rl.config.load.source import Settings, SourceValue, add_origin, merge
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.core.refusal import UNSET, Kind, Refusal, make_note
 
@@ -37,49 +41,89 @@ _OF_TEACHER: dict[str, tuple[str, Any]] = {  # option of AReaL's teacher -> ours
 }
 _HAS_SERVERS = "the teacher has servers: allocation_mode and pools.teacher have their options"
 _NOT_TRAINED = "the reference model is not trained"
-_SHOWN = 3  # names in a note
-_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
+_SUPERVISED = ("sft", "rw", "dpo")  # trainers whose section `model` is `actor` in AReaL v0.5.3 and v1.0
+_TO_ACTOR = re.compile(r"\$\{actor(?=[.}])")
 _SECTIONS = (
     "checkpointer",
     "scheduler",
+    "rollout.agent",
+    "rollout.openai",
+    "stats_logger.trackio",
     "actor.rejection_sampling",
-    *(f"{model}.ds_auto_tp" for model in MODELS),
+    *(f"{model}.{name}" for model in MODELS for name in ("archon", "archon.fp8_config", "ds_auto_tp")),
 )
 
 
-@dataclasses.dataclass
-class RenamedSettings:
-    """Settings with our names; the `replaced` ones, for references to them; notes and refusals."""
+def rename_supervised_model(
+    files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]
+) -> tuple[list[Settings], list[tuple[str, SourceValue]], list[Refusal]]:
+    """Rename `actor` to `model` in files of SFT, reward models and DPO of AReaL v0.5.3 and v1.0.
 
-    settings: Settings
-    replaced: Settings = dataclasses.field(default_factory=dict)
-    notes: list[Refusal] = dataclasses.field(default_factory=list)
-    refusals: list[Refusal] = dataclasses.field(default_factory=list)
+    Returns files, arguments and notes. `train_dataset.type` tells such a file.
+    """
+    values = ({name: item} for name, item in typed if name not in ALIASES and not item.is_deletion)
+    given = merge([*files, *values])
+    set_names = reversed([name for name, item in given.items() if item.value is not None])
+    sections = {name.partition(".")[0]: given[name] for name in set_names}
+    is_supervised = "train_dataset.type" in given and given["train_dataset.type"].value in _SUPERVISED
+    if not is_supervised or "actor" not in sections or sections.keys() & {"model", "gconfig", "rollout"}:
+        return list(files), list(typed), []
+    why = f"is model, the section of trainer {given['train_dataset.type'].value}"
+    note = make_note("actor", why, origin=sections["actor"].origin)
+    renamed = [{_rename_actor(name): _refer_to_model(item) for name, item in file.items()} for file in files]
+    return renamed, [(_rename_actor(name), _refer_to_model(item)) for name, item in typed], [note]
 
 
-def translate(cls: type, given: Settings) -> RenamedSettings:
-    """Translate the AReaL names that `cls`, the configuration of a trainer, does not have."""
+def _rename_actor(name: str) -> str:
+    section, dot, inside = name.partition(".")
+    return f"model{dot}{inside}" if section == "actor" else name
+
+
+def _refer_to_model(item: SourceValue) -> SourceValue:
+    """Replace `${actor.a}` by `${model.a}` in a value."""
+    value = item.value
+    if isinstance(value, dict):
+        return dataclasses.replace(item, value={key: _refer_to_model(one) for key, one in value.items()})
+    if isinstance(value, list):
+        return dataclasses.replace(item, value=[_refer_to_model(one) for one in value])
+    if not isinstance(value, str):
+        return item
+    text = None if item.text is None else _TO_ACTOR.sub("${model", item.text)
+    return dataclasses.replace(item, value=_TO_ACTOR.sub("${model", value), text=text)
+
+
+def translate(cls: type, given: Settings, chosen: Collection[str] = ()) -> RenamedSettings:
+    """Translate the AReaL names that `cls`, the configuration of a trainer, does not have.
+
+    `chosen` are the names that presets or the command line set over the files.
+    """
     done = RenamedSettings({})
-    idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
+    given = convert_placement(cls, _flatten_sections(given), frozenset(chosen), done)
+    if "teacher" not in list_options(cls) and "teacher" in given and given["teacher"].value is None:
+        done.replaced["teacher"] = given.pop("teacher")  # AReaL's default
     given, of_teacher = _take_teacher(given, done)
     if of_teacher:
-        idle[_HAS_SERVERS] = of_teacher
-    given = _drop_one_value_options(cls, _flatten_sections(given), done)
+        done.idle[_HAS_SERVERS] = of_teacher
+    given = _drop_one_value_options(cls, given, done)
     for name, item in _convert_rejection_sampling(_convert_norms(given)).items():
         row = NAMES.get(_find_known_part(name))
+        if _is_optimizer_of_ref(name, item, cls):
+            done.replaced[name] = item
+            done.idle[_NOT_TRAINED].append(name)
+            continue
         if name in list_options(cls) or (row is None and not _is_of_ref(name, cls)):
             done.settings[name] = item
             continue
         done.replaced[name] = item
         if row is None:
             _check_type(name, item, done)
-            idle[_NOT_TRAINED].append(name)
+            done.idle[_NOT_TRAINED].append(name)
         elif row.to:
             if row.to not in given:
                 done.settings[row.to] = item
             done.notes.append(make_note(name, f"is {row.to}", origin=item.origin))
         elif ANY in row.idle or item.to_plain() in row.idle or _is_idle(name, item, given):
-            idle[row.why].append(name)
+            done.idle[row.why].append(name)
         else:
             is_section, why = isinstance(item.value, dict), f"{row.why}. Remove this option"
             done.refusals.append(
@@ -91,10 +135,7 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
                     why=why if is_section else f"can't be used: {why}",
                 )
             )
-    done.notes += [
-        make_note("", f"{_shorten_list(names)}: no effect: {why}", Kind.NO_EFFECT, related=tuple(names))
-        for why, names in idle.items()
-    ]
+    done.note_idle()
     if WORKFLOW_ARGS in list_options(cls):
         if "teacher" not in list_options(cls):
             _choose_workflow(done)
@@ -132,7 +173,7 @@ def _flatten_sections(given: Settings) -> Settings:
     found: Settings = {}
     for name, item in given.items():
         if name in _SECTIONS and isinstance(item.value, dict):
-            found |= {f"{name}.{key}": part for key, part in item.value.items()}
+            found |= _flatten_sections({f"{name}.{key}": part for key, part in item.value.items()})
         elif item.value is not None or name not in _SECTIONS:
             found[name] = item
     return found
@@ -155,18 +196,15 @@ def _drop_one_value_options(cls: type, given: Settings, done: RenamedSettings) -
         elif root is not None and item.value is not None:
             wanted = given.get(root, SourceValue(list_defaults(cls).get(root), ""))
             is_known = wanted.value is not None  # else another refusal asks for it
-            if is_known and _follow_references(item, given) != _follow_references(wanted, given):
+            if is_known and _resolve_text(item, given) != _resolve_text(wanted, given):
                 why, use = f"must equal {root} {wanted.shown}", "remove it: it defaults to that"
                 done.refusals.append(refuse(kind=Kind.CONFLICT, why=why, use=use, related=(root,)))
     return found
 
 
-def _follow_references(item: SourceValue, given: Settings) -> str:
+def _resolve_text(item: SourceValue, given: Settings) -> str:
     """Return a name or a path as text; `${a.b}` stands for the value of that option."""
-    seen: set[str] = set()
-    while (match := _REFERENCE.fullmatch(str(item.value))) and match[1] in given and match[1] not in seen:
-        seen.add(match[1])
-        item = given[match[1]]
+    item = follow_references(item, given)
     text = str(item.value if item.text is None else item.text)
     return os.path.abspath(os.path.expanduser(text)) if "/" in text and "${" not in text else text
 
@@ -229,6 +267,17 @@ def _is_of_ref(name: str, cls: type) -> bool:
     )
 
 
+def _is_optimizer_of_ref(name: str, item: SourceValue, cls: type) -> bool:
+    """Return whether a file has a valid option for the optimizer of the reference model, as AReaL's have."""
+    if not name.startswith("ref.optimizer.") or item.is_argument or name not in list_options(cls):
+        return False
+    try:
+        convert_value(list_options(cls)[name], item)
+    except ValueError:
+        return "${" in str(item.value)
+    return True
+
+
 def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
     if isinstance(item.value, dict) or "${" in str(item.value):
         return
@@ -253,11 +302,6 @@ def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
     return name == "vllm.model" and "actor.path" in given and item.value == given["actor.path"].value
 
 
-def _shorten_list(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return f"{', '.join(names[:_SHOWN])} and {more} more" if more > 1 else ", ".join(names)
-
-
 def _choose_workflow(done: RenamedSettings) -> None:
     """Choose multi_turn for AReaL's multi-turn example; refuse its agents until a workflow is named.
 
@@ -265,13 +309,14 @@ def _choose_workflow(done: RenamedSettings) -> None:
     """
     named = done.settings.get(WORKFLOW)
     found = {name: item for name, item in done.settings.items() if name.partition(".")[0] in OF_WORKFLOWS}
+    found |= {name: item for name, item in done.replaced.items() if name in CODE_OF_WORKFLOWS}
     if not found or (named is not None and named.value is not None):
         return
     keys = {name.partition(".")[0] for name in found}
     if keys <= OF_MULTI_TURN and ("turn_discount" in keys or {"max_turns"} < keys):
         item = next(iter(found.values()))
         done.settings[WORKFLOW] = dataclasses.replace(item, value="multi_turn", text="multi_turn")
-        why = f"is multi_turn, for {_shorten_list(list(found))} ({item.origin})"
+        why = f"is multi_turn, for {shorten_list(list(found))} ({item.origin})"
         done.notes.append(make_note(WORKFLOW, why, related=tuple(found)))
         return
     telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
@@ -282,7 +327,7 @@ def _choose_workflow(done: RenamedSettings) -> None:
     )
     done.refusals.append(
         Refusal(
-            option=_shorten_list(telling),
+            option=shorten_list(telling),
             origin=found[telling[0]].origin,
             kind=Kind.MISSING,
             why=why,
@@ -346,6 +391,10 @@ def drop_idle_values(cls: type, settings: Settings) -> list[Refusal]:
         value, leaf = item.to_plain(), name.rpartition(".")[2]
         if leaf in ("mean_level", "std_level") and str(value).lower() == "none":
             settings[name] = dataclasses.replace(item, value=None, text=None)
+        elif leaf == "target_modules" and isinstance(value, list) and MEGATRON_LAYERS.keys() & set(value):
+            layers = [layer for one in value for layer in MEGATRON_LAYERS.get(one, (one,))]
+            settings[name] = add_origin(layers, item.origin)
+            notes.append(make_note(name, f"is {', '.join(layers)}", origin=item.origin))
         elif (row := AS_UNWRITTEN.get(name)) and (type(value), value) == (type(row[0]), row[0]):
             followed = row[1]
             other = settings[followed].to_plain() if followed in settings else of.get(followed, ...)

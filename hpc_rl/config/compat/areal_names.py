@@ -1,4 +1,4 @@
-"""Names of AReaL v0.3.0 to v0.4.1 that hpc-rl lacks, and values of its files without a meaning here.
+"""Names of AReaL v0.3.0 to v1.0.4 that hpc-rl lacks, and values of its files without a meaning here.
 
 `{model}` stands for each model in the trainer: actor, critic, ref and model.
 """
@@ -22,24 +22,30 @@ class OtherName:
             return f"`{self.to}`" if self.to else f"no effect: {self.why}"
         if not self.idle:
             return f"refused: {self.why}"
-        words = {None: "null", "": "empty"}
-        texts = [words.get(value, str(value).lower()) for value in self.idle]
+        words = {"none": "null", "": "empty", "{}": "empty"}
+        texts = [words.get(text, text) for text in (str(value).lower() for value in self.idle)]
         return f"only {', '.join(texts)}: {self.why}"
 
 
 MODELS = ("actor", "critic", "ref", "model")
 WORKFLOW = "rollout.workflow"
 WORKFLOW_ARGS = "rollout.workflow_args"
-# Top-level keys of AReaL's multi-turn, search and tool examples, for their workflows.
+# Top-level keys of AReaL's multi-turn, search, tool and agent examples, for their workflows.
 OF_WORKFLOWS = (
-    "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
-    "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
+    "agent_run_args", "agent_type", "econfig", "export_style", "judge_engine", "log_agent_stats",
+    "log_agent_stats_keys", "max_llm_calls_per_run", "max_tokens_per_trajectory", "max_turns", "n_trajs",
+    "tir", "turn_discount",
 )  # fmt: skip
+CODE_OF_WORKFLOWS = ("agent_builder_path", "eval_workflow", "workflow")  # which name AReaL's own code
 # The keys of AReaL's multi-turn-math example, whose workflow is multi_turn here. Other examples have some of
 # these, too: camel all but `max_turns`, the search agent `max_turns` alone.
 OF_MULTI_TURN = frozenset({"max_turns", "turn_discount", "max_tokens_per_trajectory", "n_trajs"})
-AT_TOP = (*OF_WORKFLOWS, "checkpointer", "enable_offload", "perf_tracer", "server_only")
+AT_TOP = (
+    *OF_WORKFLOWS, *CODE_OF_WORKFLOWS, "checkpointer", "dynamic_bs", "enable_offload", "memory_profiler",
+    "model_path", "perf_tracer", "reward_fn_path", "scheduler", "server_only",
+)  # fmt: skip
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why="servers take the settings of the adapter from actor.use_lora")
+NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 
 NAMES: dict[str, OtherName] = {
@@ -55,9 +61,6 @@ NAMES: dict[str, OtherName] = {
         OtherName(idle=(ANY,), why="cluster.name_resolve.type is nfs"),
     ),
     # v0.3.3 to v0.4.1
-    "rollout.backend": OtherName(
-        why="allocation_mode names servers and trainer together, as sglang:d4+fsdp:d4"
-    ),
     "rollout.pause_grace_period": OtherName(
         idle=(ANY,), why="requests in flight at an update continue with the new weights at once"
     ),
@@ -65,7 +68,9 @@ NAMES: dict[str, OtherName] = {
     "rollout.fileroot": OtherName(idle=(ANY,), why="a trial writes below cluster.fileroot"),
     "rollout.tokenizer_path": OtherName(idle=(ANY,), why="all roles use tokenizer_path"),
     "scheduler.type": OtherName(idle=(None, "slurm", "local"), why="launcher.type says where a trial runs"),
-    "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
+    "enable_offload": OtherName(
+        idle=(ANY,), why="memory is released if servers and trainer share GPUs, and only then"
+    ),
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
     **dict.fromkeys(
@@ -80,9 +85,9 @@ NAMES: dict[str, OtherName] = {
             ("moe_shared_expert_overlap", False),
             ("moe_enable_deepep", False),
             ("moe_permute_fusion", False),
-            ("fp8_config", None),
         )
     },
+    "{model}.megatron.fp8_config": OtherName(idle=(None,), why=NO_FP8),
     "{model}.megatron.moe_router_dtype": OtherName(
         idle=(ANY,), why="a router of experts computes in the data type of the model"
     ),
@@ -130,12 +135,114 @@ NAMES: dict[str, OtherName] = {
     ),
     "vllm.enable_sleep_mode": OtherName(idle=(ANY,), why="it is set if servers and trainer share GPUs"),
     "vllm.disable_sliding_window": OtherName(
-        idle=(True,), why="vLLM does it if a model needs it; else use vllm.extra_args"
+        idle=(True, False), why="vLLM does it if a model needs it; else use vllm.extra_args"
     ),
     "vllm.swap_space": OtherName(idle=(4,), why="vLLM removed this option; see vllm.cpu_offload_gb"),
     "vllm.max_seq_len_to_capture": OtherName(idle=(ANY,), why="vLLM removed this option"),
     "sglang.enable_multithread_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
     "sglang.enable_fast_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
+    # v0.5.3 to v1.0.4
+    "dynamic_bs": OtherName("actor.dynamic_sampling"),
+    "reward_fn_path": OtherName(
+        idle=("areal.reward.gsm8k.gsm8k_reward_fn",),
+        why="use rollout.reward_fn, which is math_verify for rows of GSM8K",
+    ),
+    **dict.fromkeys(
+        CODE_OF_WORKFLOWS, OtherName(idle=(ANY,), why=f"{WORKFLOW} names the workflow, also of evaluations")
+    ),
+    "memory_profiler": OtherName(idle=(None,), why="profiles of memory are not built"),
+    "model_path": OtherName(why="use actor.path"),
+    "actor.behave_imp_weight_cap": OtherName("actor.behav_imp_weight_cap"),
+    "rollout.use_lora": _LORA_OF_SERVERS,
+    **dict.fromkeys(
+        ("rollout.agent", "rollout.openai"),
+        OtherName(idle=(ANY,), why=f"{WORKFLOW} runs the agent, or an environment does at the gateway"),
+    ),
+    **dict.fromkeys(
+        ("rollout.agent.turn_discount", "rollout.openai.turn_discount"),
+        OtherName(idle=(1.0,), why="the workflow discounts turns, as multi_turn by turn_discount"),
+    ),
+    **dict.fromkeys(
+        ("rollout.agent.mode", "rollout.openai.mode"),
+        OtherName(idle=("inline", "subproc"), why="an agent outside of the trial is an environment"),
+    ),
+    **dict.fromkeys(
+        ("rollout.admin_api_key", "rollout.provider_api_key"),
+        OtherName(idle=(ANY,), why="each trial makes tokens of its own"),
+    ),
+    "rollout._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
+    "rollout.api_url": OtherName(idle=(None,), why="the trial starts its servers; see allocation_mode"),
+    "rollout.model": OtherName(idle=(ANY,), why="the servers of the trial have the model of actor.path"),
+    "rollout.poll_interval": OtherName(idle=(ANY,), why="answers are awaited, not polled"),
+    "rollout.routing_strategy": OtherName(idle=("round_robin",), why="use rollout.schedule_policy"),
+    **dict.fromkeys(
+        ("rollout.return_routed_experts", "sglang.enable_return_routed_experts"),
+        OtherName(idle=(False,), why="the trainer routes tokens to experts itself"),
+    ),
+    "{model}._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
+    "{model}.admin_api_key": OtherName(idle=(ANY,), why="each trial makes tokens of its own"),
+    **dict.fromkeys(
+        ("{model}.request_timeout", "{model}.setup_timeout"),
+        OtherName(idle=(ANY,), why="a trainer that makes no progress is restarted; see recover.hang_min_s"),
+    ),
+    "{model}.log_level": OtherName(idle=(ANY,), why="each role writes one log"),
+    "{model}.use_kernels": OtherName(idle=(ANY,), why="attn_impl chooses kernels; the losses are the same"),
+    "{model}.enable_tree_training": OtherName(
+        idle=(ANY,), why="common beginnings of rows are computed once per row; the losses are the same"
+    ),
+    "{model}.archon": OtherName(idle=(ANY,), why="the backend archon is fsdp or megatron here"),
+    "{model}.archon.fp8_config": OtherName(idle=(ANY,), why=NO_FP8),
+    "{model}.archon.fp8_config.mode": OtherName(idle=("disabled",), why=NO_FP8),
+    "{model}.archon.offload_params": OtherName("{model}.fsdp.offload_params"),
+    **dict.fromkeys(
+        ("{model}.mb_spec.n_mbs_divisor", "{model}.mb_spec.packing_algorithm"),
+        OtherName(idle=(ANY,), why="micro-batches have one rule; the result does not depend on it"),
+    ),
+    **dict.fromkeys(
+        ("{model}.megatron.bridge_type", "{model}.megatron.use_mbridge_save"),
+        OtherName(idle=(ANY,), why="hpc-rl reads and writes Hugging Face checkpoints itself"),
+    ),
+    "{model}.fsdp.memory_efficient_load": OtherName(
+        idle=(ANY,), why="a rank reads only its own part of the weights"
+    ),
+    "{model}.fsdp.per_layer_optim_step": OtherName(idle=(False,), why="use optimizer.offload"),
+    "{model}.fsdp.optim_step_prefetch_layers": OtherName(
+        idle=(ANY,), why="it is for per_layer_optim_step, which is not built"
+    ),
+    "{model}.fsdp.shard_vision_across_sp": OtherName(idle=(ANY,), why="only models of text are trained"),
+    **dict.fromkeys(
+        ("critic.temperature", "model.temperature"), OtherName(idle=(ANY,), why="only the policy samples")
+    ),
+    **dict.fromkeys(
+        (
+            f"{section}.{name}"
+            for section in ("train_dataset", "valid_dataset")
+            for name in ("num_dataset_workers", "scheduling_spec", "setup_timeout")
+        ),
+        OtherName(idle=(ANY,), why="the roles read the data themselves; see num_workers"),
+    ),
+    **{
+        f"{section}.{name}": OtherName(idle=idle, why="path is a file or directory that has these rows")
+        for section in ("train_dataset", "valid_dataset")
+        for name, idle in (("split", (ANY,)), ("dataset_kwargs", ({}, None)))
+    },
+    "evaluator.eval_before_train": OtherName(
+        idle=(ANY,), why="grpo evaluates before the first step, the other trainers do not"
+    ),
+    **dict.fromkeys(
+        ("recover.no_load_optim", "recover.no_save_optim"),
+        OtherName(idle=(False,), why="a checkpoint always has the state of the optimizer"),
+    ),
+    "saver.mode": OtherName(idle=(ANY,), why="exports are always written during the next steps"),
+    **{
+        f"stats_logger.trackio.{name}": OtherName(idle=idle, why="use stats_logger.wandb or swanlab")
+        for name, idle in (
+            ("mode", ("disabled",)),
+            ("name", (ANY,)),
+            ("project", (ANY,)),
+            ("space_id", (ANY,)),
+        )
+    },
 }
 NAMES |= {
     name.replace("{model}", model): OtherName(
@@ -165,6 +272,12 @@ AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
     "stats_logger.wandb.id_suffix": (None, ""),
     "stats_logger.swanlab.mode": (None, ""),
     "stats_logger.swanlab.api_key": (None, ""),
+}
+MEGATRON_LAYERS = {  # in target_modules, where hpc-rl has the names of Hugging Face's layers
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
 }
 SRUN_ARGS = {"--unbuffered", "--mpi=pmi2", "-K", "--chdir", "$PWD"}  # all of AReaL's own
 MOUNT = "/storage:/storage"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.compat.areal_names import MODELS
+from hpc_rl.config.compat.areal_names import MODELS, NO_FP8
 
 _GCONFIG = "null follows gconfig, so the two can't disagree"
 _ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and if flash-attn is not installed"
@@ -126,6 +126,26 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, or with beta"),
 }
 
+# Option -> AReaL's default since v0.5.3. Ours is v0.3.0's, because a file does not tell its release.
+CHANGED_DEFAULTS: dict[str, Any] = {
+    "gconfig.max_tokens": 32768,
+    "rollout.setup_timeout": 300.0,
+    "actor.gradient_checkpointing": False,
+    "actor.weight_update_mode": "xccl",
+    "actor.adv_norm.std_unbiased": True,
+    "actor.reward_norm.std_unbiased": True,
+    "actor.optimizer.lr": 0.001,
+    "actor.optimizer.weight_decay": 0.01,
+    "actor.optimizer.beta2": 0.999,
+    "actor.optimizer.eps": 1e-8,
+    "sglang.disable_radix_cache": True,
+    "vllm.block_size": 16,
+    "vllm.dtype": "bfloat16",
+    "vllm.max_model_len": 32768,
+    "vllm.max_num_seqs": 256,
+    "vllm.no_enable_prefix_caching": True,
+}
+
 _FILES = "processes find each other by files on the shared file system; use nfs, or remove it"
 _SERVICE = "hpc-rl has no scheduler service: Slurm places the roles; remove the section"
 _REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
@@ -134,7 +154,6 @@ _REWARD_MODEL = "servers of the trial hold it: use pools.reward_model.path and r
 _OF_REWARD_MODEL = ("pools.reward_model.path", "rollout.reward_fn")
 _FSDP2 = "use the fsdp backend, which is FSDP2"
 _FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
-_NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
 _DROPPED = "SGLang 0.5.23 lacks this option"
 _OF_EXPERTS = ("sglang.ep_size", "sglang.extra_args")
 
@@ -194,7 +213,7 @@ ONE_VALUE: dict[str, OneValue] = {
     "{model}.megatron.ddp.average_in_collective": OneValue(
         (False,), "losses are divided by the tokens of the whole batch, once; remove it"
     ),
-    "{model}.megatron.ddp.fp8_param_gather": OneValue((False,), _NO_FP8, ("actor.dtype",)),
+    "{model}.megatron.ddp.fp8_param_gather": OneValue((False,), NO_FP8, ("actor.dtype",)),
     "{model}.megatron.overlap_param_gather_with_optimizer_step": OneValue(
         (False,), "use megatron.ddp.overlap_param_gather, which overlaps with the forward pass"
     ),

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_rl.config import presets as presets_of
 from hpc_rl.config.compat import areal_files, atlas
-from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
+from hpc_rl.config.compat.areal_names import AT_TOP
 from hpc_rl.config.load import parser
 from hpc_rl.config.load.fields import (
     find_members,
@@ -72,6 +72,7 @@ def load(
     if cluster is not None:
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
     typed = parse_overrides(list(overrides))
+    files, typed, notes_on_model = areal_files.rename_supervised_model(files, typed)
     model = _find_model_section(files, typed)
     aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     deletions = _Deletions()
@@ -95,7 +96,8 @@ def load(
     settings = merge(
         [defaults_of_site, *below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]
     )
-    of_areal = areal_files.translate(cls, expand_references(settings))
+    chosen = merge([*over, *translated.sources[num_files:]])
+    of_areal = areal_files.translate(cls, expand_references(settings), chosen)
     settings = of_areal.settings
     refusals = [
         *deletions.list_refusals(),
@@ -120,7 +122,7 @@ def load(
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
-    notes += [*translated.notes, *of_areal.notes]
+    notes += [*notes_on_model, *translated.notes, *of_areal.notes]
     found = Loaded(_make_absolute(config), _list_origins(cls, settings), notes)
     if refusals:
         unresolved = {name for name, item in settings.items() if "${" in repr(item.to_plain())}
@@ -323,7 +325,7 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
 
 def _list_unknown_names(settings: Settings) -> Iterator[Refusal]:
     """Yield a refusal for each name that no trainer knows."""
-    known = {name for cls in CONFIGS.values() for name in list_hints(cls)} | {*atlas.ALIASES, *OF_WORKFLOWS}
+    known = {name for cls in CONFIGS.values() for name in list_hints(cls)} | {*atlas.ALIASES, *AT_TOP}
     for name, item in settings.items():
         if name.partition(".")[0] not in known:
             near = find_nearest(name, known)

@@ -205,14 +205,19 @@ def merge(sources: Iterable[Settings]) -> Settings:
 
 
 def expand_references(settings: Settings) -> Settings:
-    """Replace `a: ${b}`, where both are sections of one kind, by the settings of b; options in a stay."""
+    """Replace `a: ${b}` by the settings of b; options in a stay.
+
+    Both are sections, of one kind, or one has further options, as `actor` has for `ref`.
+    """
     expanded = dict(settings)
     for _ in range(MAX_EXPANSIONS):  # each resolves one level of references to references
         before = dict(expanded)
         for name, item in before.items():
             match = _WHOLE_REFERENCE.fullmatch(item.value) if isinstance(item.value, str) else None
-            kind = _find_section(name)
-            if match is None or kind is None or kind is not _find_section(match[1]):
+            kind, other_kind = _find_section(name), _find_section(match[1]) if match else None
+            if match is None or kind is None or other_kind is None:
+                continue
+            if not issubclass(kind, other_kind) and not issubclass(other_kind, kind):
                 continue
             del expanded[name]
             inside = {other: one for other, one in before.items() if f"{other}.".startswith(f"{match[1]}.")}
