@@ -6,9 +6,7 @@ from hpc_rl.cli.checkpoint import write_export
 from hpc_rl.cli.options import CONFIG_FILES, CommandParser, Namespace
 from hpc_rl.cli.outcome import add_outcome, collect_sources, submit_and_report
 from hpc_rl.config.load.load import Loaded
-from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.errors import CannotWrite
-from hpc_rl.core.trial import Trial, load_object
 from hpc_rl.trials import forking, prepare, submission, without_trainer
 from hpc_rl.trials.checkpoints import choose_export
 
@@ -45,11 +43,6 @@ def _load_for_trial(sources: prepare.ConfigSources, purpose: str, named: str) ->
     if not folder.exists():
         trial = submission.make_trial(loaded.config)
         trial.make_dirs(int(loaded.config.launcher.umask, 8))
-        if code := write_export(parent, chosen, folder, _has_adapter(parent)):
+        if code := write_export(parent, chosen, folder, without_trainer.has_adapter(parent)):
             raise CannotWrite(f"step {chosen.step} of {parent} can't be exported (code {code})")
     return loaded
-
-
-def _has_adapter(trial: Trial) -> bool:
-    """Return whether a trial trains an adapter, which the export merges into the model."""
-    return bool(from_dict(load_object(trial.config_json)).actor.use_lora)

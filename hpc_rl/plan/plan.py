@@ -234,8 +234,8 @@ def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> P
         sized = zip(allocation.pools, other.pools, strict=True)
         pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
         train = allocation.train or Train("fsdp")
-        train = replace(train, d=other.ranks // train.units_per_replica) if demand.ranks else None
-        nearest = Allocation(pools=pools, train=train, colocate=allocation.colocate)
+        sized_train = replace(train, d=other.ranks // train.units_per_replica) if demand.ranks else None
+        nearest = Allocation(pools=pools, train=sized_train, colocate=allocation.colocate)
         fits = f"the nearest that fits: {nearest}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:

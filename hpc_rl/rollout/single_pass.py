@@ -84,7 +84,8 @@ class SinglePass:
         committing = asyncio.ensure_future(self._commit_in_groups())
         answering = asyncio.gather(*(self._answer(waiting) for _ in range(self._limit)))
         try:
-            await asyncio.wait({committing, answering}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {committing, answering}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if committing.done():
                 committing.result()
             await answering

@@ -52,6 +52,12 @@ def load_for_trial(sources: ConfigSources, purpose: str, parent: Trial, step: in
     return prepare.load_stored(parent, [*own, *of_weights, *sources.overrides])
 
 
+def has_adapter(trial: Trial) -> bool:
+    """Return whether a trial trains an adapter, which an export can merge into its model."""
+    config = from_dict(load_object(trial.config_json))
+    return isinstance(config, GRPOConfig) and config.actor.use_lora
+
+
 def find_weights_folder(loaded: Loaded, step: int) -> Path:
     """Return the folder in a trial of the weights of another trial at a step."""
     return submission.make_trial(loaded.config).exports / f"model-{step:08d}"
