@@ -62,7 +62,9 @@ def make(client, workflow=single_turn, name="own:f", checking=False, others=None
     of_evaluator = {name: gconfig.pop(name) for name in ("sets", "blocking") if name in gconfig}
     evaluator = EvaluatorConfig(keep_samples=1, **of_evaluator)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
-    config = SimpleNamespace(seed=1, gconfig=sampled, eval_gconfig=None, rollout=rollout, evaluator=evaluator)
+    config = SimpleNamespace(
+        seed=1, purpose="train", gconfig=sampled, eval_gconfig=None, rollout=rollout, evaluator=evaluator
+    )
     pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
 
