@@ -68,8 +68,8 @@ class RolloutClient:
         `trainer` is the trainer's own version. The sets in `together` begin too. `on_progress` is called when
         more prompts are scored. Raises the same as batch_bytes.
         """
-        payload = {"version": label, "set": name, "together": list(together), "trainer": trainer}
-        payload["wait_s"] = self.poll_s
+        payload: dict[str, Any] = {"version": label, "set": name, "together": list(together)}
+        payload |= {"trainer": trainer, "wait_s": self.poll_s}
         self._on_progress, self._scored = on_progress, ""
         body = self._wait_for_answer("POST", "/evaluate", payload, stopping, within_s)
         return None if body is None else decode(body)
