@@ -386,3 +386,9 @@ def test_refusals_without_a_trainer(overrides, option, words):
     with pytest.raises(ConfigError) as caught:
         plan_trial(*overrides)
     assert any(option in refusal.options and words in str(refusal) for refusal in caught.value.refusals)
+
+
+def test_an_evaluation_names_the_sets_that_it_leaves_out():
+    own = ["purpose=evaluate", "valid_dataset.path=/v", "evaluator.sets.hard.path=/h"]
+    notes = check(load([], [*GRPO, *own]), files=False).notes
+    assert any("evaluator.sets" in note.options for note in notes)
