@@ -94,9 +94,7 @@ async def serve_ours(folder: Path, port: int, shape: Shape) -> None:
         batch_sequences=shape.batch_size, n_samples=shape.group_size, own_prompts=False,
     )  # fmt: skip
     prompts = Prompts(None, None, 0)  # type: ignore[arg-type]
-    service = RolloutService(
-        folder / "rollout", Sequencer(rules), prompts, None, lambda: (0, []), NoWorkers()
-    )  # type: ignore[arg-type]
+    service = RolloutService(folder / "rollout", Sequencer(rules), prompts, {}, lambda: (0, []), NoWorkers())  # type: ignore[arg-type]
     log = GatewayLog(folder / "gateway")
     facts = TrialFacts(SequenceLimits(150_000, 4096), "", None, "", 100, 10**6)
     api = AtroposApi(OutsideGroups(service), log.match, facts, max_queued_batches=10**6)

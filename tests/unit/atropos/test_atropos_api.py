@@ -38,7 +38,7 @@ class World:
 
     async def start(self):
         sequencer, lineages = Sequencer(self.rules), lambda: (0, [])
-        self.service = RolloutService(self.folder, sequencer, Prompts(50), None, lineages, Instant())
+        self.service = RolloutService(self.folder, sequencer, Prompts(50), {}, lineages, Instant())
         self.api = AtroposApi(OutsideGroups(self.service), nothing_known, TRIAL)
         own = make_rollout_routes(self.service, atropos_batch=make_batch_handler(self.api))
         defs = [*make_routes(self.api), *own]
