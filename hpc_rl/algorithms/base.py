@@ -67,6 +67,9 @@ class TokenBatch(NamedTuple):
     row_T: torch.Tensor | None = None  # int64, the row of each token
     ref_T: torch.Tensor | None = None  # log-probabilities of the reference model; None without a KL loss
     teacher_T: torch.Tensor | None = None  # log-probabilities of a teacher; None without one
+    # of the teacher's K likely tokens (-inf: none), the log-probabilities of teacher and current policy
+    teacher_top_TK: torch.Tensor | None = None
+    policy_top_TK: torch.Tensor | None = None
 
     def mask_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values at the trained tokens, 0 elsewhere."""

@@ -87,7 +87,7 @@ NOT_WITH_REPLAY = (
     "gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow",
     "rollout.workflow_args",
     "pools.NAME", "pools.NAME.path", "pools.NAME.url", "pools.NAME.model", "distillation.pool",
-    "distillation.demonstration_column", "distillation.demonstration_template",
+    "distillation.top_k", "distillation.demonstration_column", "distillation.demonstration_template",
 )  # fmt: skip
 # Options and whole sections that change the numbers of an evaluation, except the options in REPLAYS. Numbers
 # with different values can't be compared.

@@ -31,8 +31,7 @@ def find_trained_pool(config: Config) -> str:
 
 def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
     """Do the same for a given allocation, which may be derived."""
-    others = {EVALUATION_POOL, *(config.pools if isinstance(config, GRPOConfig) else {})}
-    names = [servers.pool for servers in allocation.pools if servers.pool not in others]
+    names = _list_trained_pools(config, allocation)
     if len(names) == 1:
         return names[0]
     has = f"It has {len(names)}" + (f" ({', '.join(names)})" if names else "")
@@ -51,6 +50,11 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
     )
 
 
+def _list_trained_pools(config: Config, allocation: Allocation) -> list[str]:
+    others = {EVALUATION_POOL, *(config.pools if isinstance(config, GRPOConfig) else {})}
+    return [servers.pool for servers in allocation.pools if servers.pool not in others]
+
+
 def has_evaluation_pool(config: GRPOConfig) -> bool:
     """Return whether the trial has servers for evaluations alone, which get the versions to evaluate."""
     placed = parse(config.allocation_mode).pools if config.allocation_mode and has_trainer(config) else ()
@@ -67,8 +71,10 @@ def find_teacher_pool(config: GRPOConfig) -> str | None:
     section = config.distillation
     if section is None:
         return None
-    default = None if config.actor.algorithm == "opsd" else DEFAULT_TEACHER
-    return default if section.pool is None else section.pool
+    name = DEFAULT_TEACHER if section.pool is None else section.pool
+    placed = config.allocation_mode
+    trained = _list_trained_pools(config, parse(placed)) if placed else [DEFAULT_POOL]
+    return None if trained == [name] else name
 
 
 def is_scoring_teacher(config: GRPOConfig, name: str) -> bool:

@@ -103,6 +103,9 @@ class Trajectory:
     temperatures: np.ndarray | None = None  # float32 [L], of sampling; None: the trial's
     # float32 [L]: of the teacher of a distillation, at temperature 1, 0 where loss_mask is false
     teacher_logprobs: np.ndarray | None = None
+    # the teacher's K likely tokens at each position: int32 and float32 [L, K], log-probability -inf for none
+    teacher_top_ids: np.ndarray | None = None
+    teacher_top_logprobs: np.ndarray | None = None
 
     def oldest_step(self) -> int:
         """Return the smallest step among the model's tokens, 0 without any."""

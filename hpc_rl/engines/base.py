@@ -56,7 +56,9 @@ class Sequences:
 
     A column is float32 or bool (then its name ends in `mask`); position t belongs to token ids[i][t]. With a
     column `loss_mask`, log-probabilities are computed only for the tokens it selects; with a column
-    `temperature`, at the temperature of each token instead of the one of the call.
+    `temperature`, at the temperature of each token instead of the one of the call. A column whose name begins
+    with `top_` is [L_i, K]: `top_ids` (int32) names K more tokens at each position, whose log-probabilities
+    the loss of `train_batch` gets, too.
     """
 
     ids: list[np.ndarray]
@@ -81,6 +83,7 @@ class MicroBatch:
     entropy_T: torch.Tensor  # float32 [T], with gradient
     columns_T: dict[str, torch.Tensor]  # float32 or bool [T]
     row_T: torch.Tensor  # int64 [T], row index within the micro-batch
+    top_logprobs_TK: torch.Tensor | None = None  # of the tokens of a column `top_ids`, as logprobs_T
 
 
 # Returns the *sum* of the per-token losses of a micro-batch (a scalar) and sums to report. The engine divides

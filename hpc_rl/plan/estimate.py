@@ -342,7 +342,7 @@ def _estimate_disk(
     weights = float(DTYPE_BYTES[policy.dtype] * count_published(shape, policy))
     generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
     checkpoint = 12.0 * trained if saves else 0.0
-    batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
+    batch = _count_token_bytes(config) * tokens_per_step if isinstance(config, GRPOConfig) else 0.0
     recover, saver = config.recover, config.saver
     history = (config.weights.history_gb or 0.0) * GB if isinstance(config, GRPOConfig) else 0.0
     num_kept = recover.keep + recover.keep_best + 1  # one more during its write
@@ -363,6 +363,11 @@ def _estimate_disk(
         checkpoint_period=_describe_period(recover) if saves else "never",
         export_period=", ".join(filter(None, [_describe_period(saver), "at the end"])),
     )
+
+
+def _count_token_bytes(config: GRPOConfig) -> float:
+    """Return the bytes of a token in the batch log, with the scores of a teacher."""
+    return TOKEN_BYTES + (0 if config.distillation is None else 4 + 8 * config.distillation.top_k)
 
 
 def _estimate_kept_exports(config: Config, export: float, steps: int | None) -> float | None:

@@ -30,7 +30,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import open_names
 from hpc_rl.roles.role import parse_arguments
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.distillation import ScoringPool, Teacher, make_demonstration
+from hpc_rl.rollout.distillation import ScoringPool, Teacher, TextSource, make_demonstration
 from hpc_rl.rollout.loop_watch import LoopWatch
 from hpc_rl.rollout.pipes import EndpointState
 from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, make_built_in, score_each, weight_rewards
@@ -102,23 +102,28 @@ async def open_worker(
     answering = {name: pool for name, pool in others.items() if name not in list_reward_models(config)}
     vocab_size = find_vocab_size(config) or own.tokenizer.size
     teacher, source = find_teacher(config, own, others)
+    if teacher is not None and isinstance(teacher.pool, Endpoint):
+        await teacher.pool.check_scoring()
     evaluated = await open_pool(EVALUATION_POOL) if has_evaluation_pool(config) else None
     return Worker(config, own, answering, workflow, rewards, write, vocab_size, teacher, source, evaluated)
 
 
 def find_teacher(
     config: GRPOConfig, own: ServerPool, others: Mapping[str, ChatPool]
-) -> tuple[Teacher | None, ServerPool | None]:
-    """Return the teacher that scores samples, and the pool that samples in place of the policy, if any."""
+) -> tuple[Teacher | None, ServerPool | TextSource | None]:
+    """Return the teacher that scores samples, and the source of samples in place of the policy, if any."""
     section, name = config.distillation, find_teacher_pool(config)
     if section is None:
         return None, None
     pool = own if name is None else others[name]
     row = ALGORITHMS.get(config.actor.algorithm)
     if row is not None and row.sampled_by == "teacher":
+        if isinstance(pool, Endpoint):
+            return None, TextSource(pool, own.tokenizer, config.gconfig)
         return None, cast(ServerPool, pool)
     demonstration = make_demonstration(section, own.tokenizer)
-    return Teacher(cast(ScoringPool, pool), demonstration, follows_trainer=name is None), None
+    scores = cast(ScoringPool, pool)
+    return Teacher(scores, demonstration, follows_trainer=name is None, top_k=section.top_k), None
 
 
 async def open_servers(

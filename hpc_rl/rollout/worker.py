@@ -15,7 +15,7 @@ from hpc_rl.core.log import redact
 from hpc_rl.core.types import TrajectoryGroup, WeightVersion, encode
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
-from hpc_rl.rollout.distillation import Teacher
+from hpc_rl.rollout.distillation import Teacher, TextSource
 from hpc_rl.rollout.pipes import (
     GroupMade,
     LoopBlocked,
@@ -55,7 +55,7 @@ class Worker:
         write: Callable[[bytes], Any],
         vocab_size: int,
         teacher: Teacher | None = None,
-        source: ServerPool | None = None,
+        source: ServerPool | TextSource | None = None,
         evaluated: ServerPool | None = None,
     ) -> None:
         self.config = config

@@ -28,6 +28,7 @@ from hpc_rl.core.types import (
 )
 from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
+from hpc_rl.rollout.distillation import TextSource
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import BatchReward, Rejection, get_parts
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
@@ -47,7 +48,8 @@ class Sampler:
 
     `pool` follows the trainer; the workflow may ask the `others` by name; `note` stores a value of `once`,
     and returns the valid value once that is on disk. `source` samples in place of `pool`: its weights are
-    frozen, and its tokens get the version of the trainer, so that they do not age.
+    frozen, and its tokens get the version of the trainer, so that they do not age. A source of texts serves
+    `samples` alone.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Sampler:
         others: Mapping[str, ChatPool],
         rewards: BatchReward,
         note: Note,
-        source: ServerPool | None = None,
+        source: ServerPool | TextSource | None = None,
     ) -> None:
+        self._columns = prompt["columns"]
         self.index = prompt["index"]
         self.n_samples = n_samples
         self.tokenizer = pool.tokenizer
@@ -103,6 +106,9 @@ class Sampler:
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
         """Return n_samples generations of one input."""
         ids = list(input_ids)
+        if isinstance(self._source, TextSource):
+            seeds = [make_sample_seed(*self._identity, sample) for sample in range(self.n_samples)]
+            return await self._source.sample(self._columns, len(ids), seeds, self._min_version)
         return await self._generate([self._request(ids, sample) for sample in range(self.n_samples)])
 
     async def ask(
@@ -173,6 +179,7 @@ class Sampler:
         return make_sample_seed(*self._identity, f"{label}/{number}")
 
     def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:
+        assert not isinstance(self._source, TextSource), "a source of texts takes no tokens"
         turn = self._turns[sample]
         seed = make_sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
         least = self._get_min_version(self._source)
@@ -181,6 +188,7 @@ class Sampler:
         return request
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:
+        assert not isinstance(self._source, TextSource), "a source of texts takes no tokens"
         turns = await self._source.generate(requests)
         if self._source is self._pool:
             return turns

@@ -125,7 +125,12 @@ class Endpoint:
         ConfigError for another one, and as ask.
         """
         assert not top_k, "the likely tokens come as texts, not as ids"
-        answers = await asyncio.gather(*(self._call(COMPLETIONS, self._make_echo(ids)) for ids in inputs))
+        try:
+            answers = await asyncio.gather(*(self._call(COMPLETIONS, self._make_echo(ids)) for ids in inputs))
+        except InputRefused:
+            raise
+        except RequestRefused as error:  # as 404
+            raise self._refuse_scoring(f" ({error})") from error
         return [
             TokenLogprobs(self._take_echo(answer, len(ids), start))
             for answer, ids, start in zip(answers, inputs, starts, strict=True)
@@ -141,9 +146,19 @@ class Endpoint:
                 return [float(one) for one in values]
         except (KeyError, TypeError, IndexError):
             pass
-        why = f": {self._describe_path(COMPLETIONS)} returns no log-probabilities of given tokens"
+        raise self._refuse_scoring()
+
+    async def check_scoring(self) -> None:
+        """Raise ConfigError if the endpoint returns no log-probabilities of given tokens."""
+        try:
+            await self.compute_logprobs([[0, 1]], [1])
+        except InputRefused as error:
+            raise self._refuse_scoring(f" ({error})") from error
+
+    def _refuse_scoring(self, cause: str = "") -> ConfigError:
+        why = f": {self._describe_path(COMPLETIONS)} returns no log-probabilities of given tokens{cause}"
         use = "a teacher needs an endpoint with `echo`, such as vLLM's, or servers of the trial"
-        raise ConfigError(Refusal(option=f"pools.{self.name}.url", kind=Kind.MACHINE, why=why, use=use))
+        return ConfigError(Refusal(option=f"pools.{self.name}.url", kind=Kind.MACHINE, why=why, use=use))
 
     async def _call_traced(self, body: dict[str, Any]) -> list[Reply]:
         if self.trace:

@@ -146,7 +146,9 @@ class GRPO:
             if not self._warms_up(step):
                 has_entropy = self.loss.entropy_coeff > 0
                 minibatches = self.data.cut_minibatches(rows, rewards, credit, kept, has_entropy)
-        self._describe.report_shaping(self.run.stats, batch.groups, rows, credit, clipped)
+        # likely tokens of a teacher teach rows without credit, too
+        taught = [row.loss_mask for row in rows] if self.data.top_k else credit
+        self._describe.report_shaping(self.run.stats, batch.groups, rows, taught, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if credit else [], credit)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]

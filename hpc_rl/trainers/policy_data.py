@@ -62,6 +62,7 @@ class PolicyData:
         self.recomputes = actor.recompute_logprob or needs_recompute(actor)
         self.has_kl_rewards = actor.kl_ctl > 0
         self.has_teacher = "distillation" in algorithm.needs
+        self.top_k = run.config.distillation.top_k if run.config.distillation is not None else 0
         # tokens may leave the loss, so their number must be known before rows are divided among ranks
         self.excludes_tokens = algorithm.select_tokens is not None or (
             section is not None and section.mode != "truncate"
@@ -69,7 +70,7 @@ class PolicyData:
 
     @property
     def needs_all_logprobs(self) -> bool:
-        """Whether the credit needs log-probabilities of the trainer's models."""
+        """Return whether the credit needs log-probabilities of the trainer's models."""
         return self.has_kl_rewards or self.excludes_tokens or (self.has_teacher and self.recomputes)
 
     def score(self, batch: Batch) -> ScoredRows:
@@ -188,7 +189,7 @@ class PolicyData:
             members,
             self.actor.ppo_n_minibatches,
             self.run.engine.mesh.num_data_ranks,
-            keep_all=has_entropy or (self.reference is not None and self.actor.beta > 0),
+            keep_all=has_entropy or self.top_k > 0 or (self.reference is not None and self.actor.beta > 0),
             weight_by_row=self.actor.loss_aggregation != "token_mean",
             masks=dict.fromkeys(COMPONENTS, masks) | ({} if kept is None else {"rl": kept}),
         )
@@ -269,6 +270,9 @@ class PolicyData:
         scored = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
         if self.has_teacher and len(scored) == len(rows):
             columns["teacher"] = [scored[i] for i in part]
+        if self.top_k:
+            columns["top_ids"] = [_require(rows[i].teacher_top_ids) for i in part]
+            columns["top_teacher"] = [_require(rows[i].teacher_top_logprobs) for i in part]
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [choose_sent(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":
@@ -283,3 +287,8 @@ class PolicyData:
         num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
         weight = compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
         return np.full(len(row.ids), weight, np.float32)
+
+
+def _require(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None, "a teacher has scored all rows"
+    return values

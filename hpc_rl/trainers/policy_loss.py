@@ -23,6 +23,7 @@ MEANS_OVER_TOKENS = (  # sums over tokens that are reported as means
     "behave_approx_kl",
     "kl_loss",
     "teacher_kl",
+    "teacher_forward_kl",
     "loglinear_error",
 )
 
@@ -68,6 +69,8 @@ class PolicyLoss:
             row_T=batch.row_T,
             ref_T=columns.get("ref"),
             teacher_T=columns.get("teacher"),
+            teacher_top_TK=columns.get("top_teacher"),
+            policy_top_TK=batch.top_logprobs_TK,
         )
         loss = self.algorithm.compute_loss(tokens, self.options)
         components_T = dict(loss.components_T)

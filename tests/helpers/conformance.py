@@ -44,6 +44,7 @@ from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.rollout.distillation import TextSource
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend
@@ -744,6 +745,11 @@ class Conformance:
             assert len(await servers.ask(messages, [1], max_new_tokens=1, temperature=1.0)) == 1
             several = await endpoint.ask(messages, [5, 6, 7], 3, temperature=1.0)
             assert len(several) == 3 and max(len(one.text) for one in several) <= 3
+            answers = await TextSource(endpoint, tokenizer, sampling).sample({"prompt": "1+2"}, 3, [5], "0.7")
+            assert [tokenizer.decode(one.output_ids) for one in answers] == [greedy[0].text]
+            assert answers[0].versions == [("0.7", 0, len(answers[0].output_ids))]
+            with pytest.raises(ConfigError, match=r"/v1/completions returns no log-probabilities"):
+                await endpoint.check_scoring()  # our servers score by their own path
             with pytest.raises(InputRefused, match=r"pool student: .*/v1/chat/completions answered 400"):
                 await endpoint.ask([{"role": "user", "content": "1" * 5000}], [1])
             with pytest.raises(Rejection, match="5001 tokens, the model's context is 4096"):

@@ -40,6 +40,8 @@ class RecordingEngine:
         columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
         row_T = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(ids) for ids in rows.ids]))
         batch = MicroBatch(torch.full((len(row_T),), -1.0), torch.ones(len(row_T)), columns, row_T)
+        if "top_ids" in columns:
+            batch.top_logprobs_TK = torch.full(columns["top_ids"].shape, -1.0)
         total, sums = loss(batch)
         numbers = {name: float(value) for name, value in sums.items()}
         return {

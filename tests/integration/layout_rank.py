@@ -64,8 +64,9 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
         plain_lora.train(engine, folder / f"adapter-{name}")
 
 
-# of a critic and of DPO; the micro-batches hold whole pairs
-OBJECTIVES = {f"{kind} {mesh}": (kind, mesh) for kind in ("critic", "dpo") for mesh in ("d2", "t2", "c2")}
+# of a critic, of DPO and of a teacher's likely tokens; the micro-batches hold whole pairs
+KINDS = ("critic", "dpo", "top")
+OBJECTIVES = {f"{kind} {mesh}": (kind, mesh) for kind in KINDS for mesh in ("d2", "t2", "c2")}
 
 
 def scenario_objectives(folder: Path, rank: int, num_ranks: int) -> None:

@@ -170,7 +170,7 @@ def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> di
 
 
 def objective(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
-    """What a critic or DPO trains, with the options of plain_objectives."""
+    """What an objective of plain_objectives trains, with its options."""
     engine = engine_of(folder, layout, rank, num_ranks)
     engine.initialize(plain_objectives.NUM_STEPS)
     return plain_objectives.train(engine, layout["objective"])

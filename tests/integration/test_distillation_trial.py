@@ -121,6 +121,6 @@ def test_a_student_learns_what_a_demonstration_told_its_teacher(tmp_path):
     ]
     models = [f"{name}.path=q/hints/student" for name in ("actor", "pools.teacher")]
     data = ["train_dataset.path=rows.jsonl", "train_dataset.batch_size=16", "gconfig.n_samples=32"]
-    options = [*RL, *models, *data, *shown, "actor.algorithm=opd", "actor.optimizer.lr=2e-3"]
+    options = [*RL, *models, *data, *shown, "actor.algorithm=opsd", "actor.optimizer.lr=2e-3"]
     options += ["gconfig.max_new_tokens=3", "total_train_steps=150", "actor.ppo_n_minibatches=1"]
     assert train(tmp_path, "hints", *options) > 0.95

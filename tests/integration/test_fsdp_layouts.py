@@ -90,18 +90,18 @@ def objectives(models):
     gloo_ranks.run(HERE / "layout_rank.py", "objectives", 2, folder)
     return folder, {
         kind: plain_objectives.plain(folder / model, kind)
-        for kind, model in (("critic", "critic"), ("dpo", "qwen3"))
+        for kind, model in (("critic", "critic"), ("dpo", "qwen3"), ("top", "qwen3"))
     }
 
 
 @pytest.mark.parametrize("case", layout_rank.OBJECTIVES)
-def test_two_ranks_train_a_critic_and_dpo_as_plain_code_does(objectives, case):
+def test_two_ranks_train_other_objectives_as_plain_code_does(objectives, case):
     folder, wanted = objectives
     plain_objectives.check(plain_objectives.read(folder / case, 2), wanted[case.split()[0]])
 
 
-@pytest.mark.parametrize("kind", ["critic", "dpo"])
-def test_one_rank_trains_a_critic_and_dpo_as_plain_code_does(objectives, kind):
+@pytest.mark.parametrize("kind", layout_rank.KINDS)
+def test_one_rank_trains_other_objectives_as_plain_code_does(objectives, kind):
     folder, wanted = objectives
     engine = layout_rank.objective_engine(folder, kind, "fsdp:d1", 0)
     plain_objectives.check([plain_objectives.train(engine, kind)], wanted[kind])

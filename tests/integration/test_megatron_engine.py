@@ -177,7 +177,7 @@ OBJECTIVES: list[dict[str, Any]] = [
         "granularity": 2,
         **sizes,
     }
-    for objective in ("critic", "dpo")
+    for objective in ("critic", "dpo", "top")
     for name, of, sizes in (
         ("t2", "qwen3", {"tensor": 2}),
         ("p2", "qwen2", {"pipeline": 2}),
@@ -466,7 +466,7 @@ def test_references_padding_and_recomputation_change_no_number(folder, plain, tw
 
 
 @pytest.mark.parametrize("layout", OBJECTIVES, ids=lambda layout: layout["name"])
-def test_two_ranks_train_a_critic_and_dpo_as_plain_code_does(folder, two_ranks, layout):
+def test_two_ranks_train_other_objectives_as_plain_code_does(folder, two_ranks, layout):
     wanted = plain_objectives.plain(folder / layout["kind"], layout["objective"])
     plain_objectives.check(results(folder, layout["name"]), wanted)
 

@@ -7,8 +7,12 @@ import os
 import stat
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from patience import extend
 
 pytest.register_assert_rewrite("conformance")
@@ -22,12 +26,15 @@ from conformance import (  # noqa: E402
     check_drain,
     check_failed_start,
     check_logprobs,
+    forward_all_logprobs,
     make_model,
     named,
 )
 from vllm_servers import backend_of, served_vllm  # noqa: E402
 
+from hpc_rl.config.options.pools import PoolConfig  # noqa: E402
 from hpc_rl.core.errors import InputRefused  # noqa: E402
+from hpc_rl.servers.external import Endpoint  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -60,6 +67,29 @@ class TestVLLM(Conformance):
             await api.turn(**sampling)
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, **sampling}}
         assert len((await api.post("/generate", body))[1]["output_ids"]) == 5
+
+    async def test_vllm_elsewhere_scores_given_tokens(self, api):  # noqa: F811
+        """As the teacher of a distillation at a URL: vLLM's own API, reached over TCP."""
+
+        async def forward(request: web.Request) -> web.Response:
+            url, body = f"http://vllm{request.path}", await request.read()
+            headers = {"Content-Type": "application/json"}
+            async with session.request(request.method, url, data=body, headers=headers) as answer:
+                return web.json_response(await answer.json(), status=answer.status)
+
+        ids = [*PROMPT, 4, 5, 6]
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", forward), web.post("/v1/completions", forward)])
+        socket = aiohttp.UnixConnector(str(api.served.backend.socket))
+        async with aiohttp.ClientSession(connector=socket) as session, TestServer(app) as server:
+            elsewhere = PoolConfig(url=str(server.make_url("/v1")))
+            async with Endpoint("teacher", elsewhere) as endpoint:
+                await endpoint.check_scoring()
+                scored = await endpoint.compute_logprobs([ids, ids[:4]], [3, 1])
+        for one, length, start in zip(scored, (len(ids), 4), (3, 1), strict=True):
+            wanted_TV = forward_all_logprobs(api.served.model, ids[:length])[start - 1 : -1]
+            own_T = wanted_TV.gather(1, torch.tensor(ids[start:length])[:, None])[:, 0]
+            assert one.logprobs == pytest.approx(own_T.tolist(), abs=1e-3)
 
     async def test_only_its_user_can_reach_it(self, api):  # noqa: F811
         socket = api.served.backend.socket

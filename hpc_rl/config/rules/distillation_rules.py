@@ -8,7 +8,13 @@ from typing import Any
 
 from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, is_held_out, list_datasets
-from hpc_rl.config.pool_view import find_teacher_pool, is_scoring_teacher, list_reward_models
+from hpc_rl.config.pool_view import (
+    find_backend,
+    find_teacher_pool,
+    find_trained_pool,
+    is_scoring_teacher,
+    list_reward_models,
+)
 from hpc_rl.config.row_shapes import list_columns, load_named_rows
 from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.config.text_templates import list_names
@@ -17,7 +23,8 @@ from hpc_rl.core.refusal import Kind, Refusal
 
 SECTION, ALGORITHM, POOL = "distillation", "actor.algorithm", "distillation.pool"
 _OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "stop_token_ids")
-_OF_CREDIT = ("distill_loss_weight", "rl_loss_weight", "demonstration_column")
+_OF_CREDIT = ("distill_loss_weight", "rl_loss_weight", "top_k", "demonstration_column")
+_MOST_OF_VLLM = 20  # likely tokens that vLLM reports
 
 
 def check_distillation(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -46,6 +53,10 @@ def check_distillation(config: GRPOConfig, explicit: Collection[str]) -> Iterato
 def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     name, option = find_teacher_pool(config), POOL
     if name is None:
+        if ALGORITHMS[config.actor.algorithm].sampled_by == "teacher":
+            why = f"is the trained model's own pool: {config.actor.algorithm} trains on samples of another"
+            given = repr(config.distillation and config.distillation.pool)
+            yield Refusal(option=option, value=given, kind=Kind.CONFLICT, why=why, use="name another pool")
         return
     pool = config.pools.get(name)
     if pool is None:
@@ -64,9 +75,17 @@ def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
         yield Refusal(option=option, value=repr(name), kind=Kind.CONFLICT, why=why, related=related)
     url = f"pools.{name}.url"
     if pool.url and config.actor.algorithm == "sft_distill":
-        why = f"is an endpoint ({url}), which answers with text: sft_distill trains on its tokens"
-        use = f"use pools.{name}.path, and servers for it"
-        yield Refusal(option=option, value=repr(name), kind=Kind.CONFLICT, why=why, use=use, related=(url,))
+        if config.rollout.workflow != "single_turn":
+            why = f"can't be used with the endpoint {url}, which answers to the chat of a row"
+            workflow = "rollout.workflow"
+            yield Refusal(
+                option=workflow,
+                value=config.rollout.workflow,
+                kind=Kind.UNSUPPORTED,
+                why=why,
+                use=f"use single_turn, or pools.{name}.path and servers for it",
+                related=(url,),
+            )
     elif pool.url and not pool.tokenizer_path:
         why = f"is missing: it shows that the teacher at pools.{name}.url has the student's tokens"
         use = "set it to a copy of the teacher's tokenizer"
@@ -93,13 +112,31 @@ def _check_credit(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             use="use 1",
             related=(ALGORITHM,),
         )
-    column = f"{SECTION}.demonstration_column"
-    if name == "opsd" and section.demonstration_column is None:
-        why = "is missing: without a demonstration, the teacher of opsd is the policy itself"
+    column, is_policy = f"{SECTION}.demonstration_column", find_teacher_pool(config) is None
+    if (name == "opsd" or is_policy) and section.demonstration_column is None:
+        why = f"is missing: without a demonstration, the teacher of {name} is the policy itself"
         yield Refusal(option=column, kind=Kind.MISSING, why=why, use="name a column", related=(ALGORITHM,))
+    yield from _check_top_k(config)
     if section.demonstration_column and "demonstration" not in list_names(section.demonstration_template):
         why = "has no {demonstration}: write it where that belongs"
         yield Refusal(option=f"{SECTION}.demonstration_template", kind=Kind.VALUE, why=why)
+
+
+def _check_top_k(config: GRPOConfig) -> Iterator[Refusal]:
+    """Refuse likely tokens of servers that do not report them, or not so many."""
+    assert config.distillation is not None
+    name, top_k = find_teacher_pool(config) or find_trained_pool(config), config.distillation.top_k
+    option, of_pool = f"{SECTION}.top_k", config.pools.get(name)
+    if top_k and of_pool is not None and of_pool.url:
+        url = f"pools.{name}.url"
+        why = f"can't be used with {url}: endpoints name likely tokens by their texts, not by their ids"
+        use = f"use 0, or pools.{name}.path and servers for it"
+        yield Refusal(option=option, value=top_k, kind=Kind.UNSUPPORTED, why=why, use=use, related=(url,))
+    elif top_k > _MOST_OF_VLLM and find_backend(config, name) == "vllm":
+        why = f"is more than vLLM's servers report: pool {name} has these"
+        use = f"use at most {_MOST_OF_VLLM}, or sglang servers"
+        related = ("allocation_mode",)
+        yield Refusal(option=option, value=top_k, kind=Kind.UNSUPPORTED, why=why, use=use, related=related)
 
 
 GRPO_RULES = [check_distillation]
@@ -127,6 +164,8 @@ def check_tokenizers(config: Config, explicit: Collection[str]) -> Iterator[Refu
     name = find_teacher_pool(config) if isinstance(config, GRPOConfig) else None
     if name is None or not isinstance(config, GRPOConfig) or name not in config.pools:
         return
+    if config.pools[name].url and config.actor.algorithm == "sft_distill":
+        return  # its texts become the student's tokens
     pool, own = config.pools[name], Path(config.tokenizer_path or config.actor.path)
     other = Path(pool.tokenizer_path or pool.path)
     student, teacher = (load_token_ids(folder / "tokenizer.json") for folder in (own, other))

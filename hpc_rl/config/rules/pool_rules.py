@@ -44,7 +44,8 @@ def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="remove one", related=(f"{name}.url",)
             )
         elif pool.url:
-            yield from _check_endpoint(name, pool, is_teacher=key == find_teacher_pool(config))
+            asks_tokens = key == find_teacher_pool(config) and config.actor.algorithm != "sft_distill"
+            yield from _check_endpoint(name, pool, asks_tokens)
         elif pool.path:
             for option in _OF_ENDPOINTS:
                 if getattr(pool, option):
@@ -59,9 +60,9 @@ def _refuse_idle(option: str, why: str, *related: str) -> Refusal:
     return Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=related)
 
 
-def _check_endpoint(name: str, pool: PoolConfig, is_teacher: bool) -> Iterator[Refusal]:
+def _check_endpoint(name: str, pool: PoolConfig, asks_tokens: bool) -> Iterator[Refusal]:
     for option in _OF_SERVERS:
-        if getattr(pool, option) and not (option == "tokenizer_path" and is_teacher):
+        if getattr(pool, option) and not (option == "tokenizer_path" and asks_tokens):
             why = f"has no effect with {name}.url, because the trial does not start those servers"
             yield _refuse_idle(f"{name}.{option}", why, f"{name}.url")
     if not re.fullmatch(_URL, pool.url):

@@ -241,6 +241,8 @@ class FSDPEngine(TrainedEngine):
             inputs, logprobs_N, entropy_N = self._forward(rows, group, temperature)
             batch = make_micro_batch(rows, group, inputs, logprobs_N, entropy_N)
             batch.logprobs_T, batch.entropy_T = self._whole(batch.logprobs_T), self._whole(batch.entropy_T)
+            if batch.top_logprobs_TK is not None:
+                batch.top_logprobs_TK = self._whole(batch.top_logprobs_TK)
             loss_sum, sums = loss(batch)
             # FSDP averages gradients over the ranks; context ranks have parts of the same sum
             num_terms = self.mesh.num_data_ranks * self.mesh.context

@@ -234,7 +234,7 @@ class PolicyModel(GPTModel):
         """Gather the values of all context ranks."""
         if self.config.context_parallel_size == 1:
             return values_n
-        zeros_N = torch.zeros(batch.num_wanted, dtype=values_n.dtype, device=values_n.device)
+        zeros_N = values_n.new_zeros(batch.num_wanted, *values_n.shape[1:])
         return AllTokens.apply(zeros_N.index_copy(0, batch.place_n, values_n), self.pg_collection.cp)
 
 

@@ -28,9 +28,10 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and the entropy of softmax(hidden @ head.T / temperature), float32 [N].
 
-    hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. temperature: one for
-    all, or float32 [N]. `entropy_clamp`: the least probable share of the vocabulary, which the entropy leaves
-    out; it is the entropy of the distribution over the others. It needs the whole vocabulary on this rank.
+    hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids; or [N, K], then the
+    log-probabilities are [N, K], too. temperature: one for all, or float32 [N]. `entropy_clamp`: the least
+    probable share of the vocabulary, which the entropy leaves out; it is the entropy of the distribution over
+    the others. It needs the whole vocabulary on this rank.
 
     With `group`, the ranks divide the vocabulary in equal parts, in the order of ranks: head_VH is this
     rank's part. All other inputs, and the gradients of the results, must be the same on all ranks. Each rank
@@ -61,20 +62,23 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         num_left_out: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets_NK = targets_N if targets_N.ndim == 2 else targets_N[:, None]
         if group is not None:
-            targets_N = targets_N - dist.get_rank(group) * len(head_VH)  # targets of other ranks are outside
-        logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
-        entropy_N, log_sum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+            targets_NK = targets_NK - dist.get_rank(group) * len(head_VH)  # those of other ranks are outside
+        # not a view of [N, K]: FSDP does not allow one as a result
+        logprobs_N = torch.empty(targets_N.shape, dtype=torch.float32, device=hidden_NH.device)
+        entropy_N, log_sum_N = (logprobs_N.new_empty(len(targets_N)) for _ in range(2))
         # of the tokens in the entropy: more than this log p, and the logarithm of their probability
-        floor_N, log_kept_N = torch.full_like(logprobs_N, -torch.inf), torch.zeros_like(logprobs_N)
-        one_chunk = len(targets_N) <= chunk_rows
+        floor_N, log_kept_N = torch.full_like(entropy_N, -torch.inf), torch.zeros_like(entropy_N)
+        one_chunk = len(targets_NK) <= chunk_rows
         kept: list[torch.Tensor] = []
-        for start in range(0, len(targets_N), chunk_rows):
+        for start in range(0, len(targets_NK), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits_NV = _compute_logits(hidden_NH[rows], head_VH, _select_temperature(temperature, rows))
-            logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _compute_statistics(
-                logits_NV, targets_N[rows], group
+            logprobs_NK, entropy_N[rows], log_sum_N[rows] = _compute_statistics(
+                logits_NV, targets_NK[rows], group
             )
+            logprobs_N[rows] = logprobs_NK.view_as(logprobs_N[rows])
             if num_left_out:
                 # halfway between two tokens, because the backward pass rounds differently
                 below_N, above_N = (logits_NV.kthvalue(num_left_out + i, dim=1).values for i in (0, 1))
@@ -83,7 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
             kept = [logits_NV] if one_chunk else []
             del logits_NV  # frees the memory for the next chunk
         of_entropy = (entropy_N, floor_N, log_kept_N)
-        ctx.save_for_backward(hidden_NH, head_VH, targets_N, log_sum_N, *of_entropy, *kept)
+        ctx.save_for_backward(hidden_NH, head_VH, targets_NK, log_sum_N, *of_entropy, *kept)
         ctx.temperature, ctx.chunk_rows, ctx.group = temperature, chunk_rows, group
         ctx.set_materialize_grads(False)  # the entropy rarely has a gradient
         return logprobs_N, entropy_N
@@ -92,14 +96,15 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None, None]:
-        hidden_NH, head_VH, targets_N, log_sum_N, entropy_N, floor_N, log_kept_N, *kept = ctx.saved_tensors
+        hidden_NH, head_VH, targets_NK, log_sum_N, entropy_N, floor_N, log_kept_N, *kept = ctx.saved_tensors
         if grad_N is None:
-            grad_N = torch.zeros_like(log_sum_N)
+            grad_N = torch.zeros_like(targets_NK, dtype=torch.float32)
+        grad_NK = grad_N.reshape(targets_NK.shape)
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_head_VH = None
         if ctx.needs_input_grad[1]:  # not of a frozen head
             grad_head_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
-        for start in range(0, len(targets_N), ctx.chunk_rows):
+        for start in range(0, len(targets_NK), ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             temperature = _select_temperature(ctx.temperature, rows)
             more_NV = None
@@ -113,10 +118,11 @@ class _TokenLogprobs(torch.autograd.Function):
                     logprobs_NV, entropy_N[rows], floor_N[rows], log_kept_N[rows]
                 ).mul_((grad_entropy_N[rows] / temperature)[:, None])
             softmax_NV = logprobs_NV.exp() if kept else logprobs_NV.exp_()
-            scale_N1 = (grad_N[rows] / temperature)[:, None]
-            grad_logits_NV = softmax_NV.mul_(-scale_N1)  # (onehot - softmax) * grad
-            here_N, place_N = _find_own(targets_N[rows], len(head_VH), ctx.group)
-            grad_logits_NV.scatter_add_(1, place_N[:, None], scale_N1 * here_N[:, None])
+            scale_NK = (grad_NK[rows].T / temperature).T
+            # of each target (onehot - softmax) * grad
+            grad_logits_NV = softmax_NV.mul_(-scale_NK.sum(1, keepdim=True))
+            here_NK, place_NK = _find_own(targets_NK[rows], len(head_VH), ctx.group)
+            grad_logits_NV.scatter_add_(1, place_NK, scale_NK * here_NK)
             if more_NV is not None:
                 grad_logits_NV += more_NV
             del logprobs_NV, more_NV
@@ -153,9 +159,9 @@ def _compute_logits(
 
 
 def _compute_statistics(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, group: dist.ProcessGroup | None
+    logits_NV: torch.Tensor, targets_NK: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log p of the targets, entropies, and the logarithm of the sum of exp(logits), each [N].
+    """Return log p of the targets [N, K], entropies, and the logarithm of the sum of exp(logits), each [N].
 
     Replaces the logits by log-probabilities, in place.
     """
@@ -163,17 +169,18 @@ def _compute_statistics(
     if group is not None:
         dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
     logits_NV.sub_(max_N[:, None])
-    here_N, place_N = _find_own(targets_N, logits_NV.shape[1], group)
-    target_N = logits_NV.gather(1, place_N[:, None]).squeeze(1) * here_N
+    here_NK, place_NK = _find_own(targets_NK, logits_NV.shape[1], group)
+    targets_KN = (logits_NV.gather(1, place_NK) * here_NK).T
     exp_NV = logits_NV.exp()
     sum_N = exp_NV.sum(1)
-    sums_3N = torch.stack([sum_N, target_N, exp_NV.mul_(logits_NV).sum(1)])
+    sums_N = torch.stack([sum_N, exp_NV.mul_(logits_NV).sum(1), *targets_KN])
     if group is not None:
-        dist.all_reduce(sums_3N, group=group)
-    sum_N, target_N, product_N = sums_3N
+        dist.all_reduce(sums_N, group=group)
+    sum_N, product_N, *targets = sums_N
     log_sum_N = sum_N.log()
     logits_NV.sub_(log_sum_N[:, None])
-    return target_N - log_sum_N, log_sum_N - product_N / sum_N, max_N + log_sum_N
+    logprobs_NK = torch.stack(targets, 1) - log_sum_N[:, None]
+    return logprobs_NK, log_sum_N - product_N / sum_N, max_N + log_sum_N
 
 
 def _compute_clamped_entropy(

@@ -27,7 +27,10 @@ PADDING_ROW = 1024
 
 @dataclass
 class Inputs:
-    """Model inputs [B, W]. Token `wanted_N[n]` is predicted at position `source_N[n]`."""
+    """Model inputs [B, W]. Token `wanted_N[n]` is predicted at position `source_N[n]`.
+
+    With a column `top_ids`, targets_N is [N, 1 + K]: the token and those of the column.
+    """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None  # None: 0, 1, 2, … in every row
@@ -39,9 +42,8 @@ class Inputs:
     temperature_N: torch.Tensor | None = None  # from a column `temperature`
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return [T] with the values at the wanted tokens and 0 elsewhere."""
-        zeros_T = torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device)
-        return zeros_T.index_copy(0, self.wanted_N, values_N)
+        """Return [T], or [T, K], with the values at the wanted tokens and 0 elsewhere."""
+        return values_N.new_zeros(self.num_tokens, *values_N.shape[1:]).index_copy(0, self.wanted_N, values_N)
 
 
 def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
@@ -145,6 +147,10 @@ def make_inputs(
         here_N = source_N // length == context[0]
         wanted_N, source_N = wanted_N[here_N], source_N[here_N] - part.start
 
+    targets_N = ids_T[wanted_N]
+    if "top_ids" in rows.columns:
+        targets_N = np.column_stack([targets_N, _gather_column(rows, "top_ids", group)[wanted_N]])
+
     def move(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
@@ -153,7 +159,7 @@ def make_inputs(
         move(input_ids),
         None if positions is None else move(positions),
         move(source_N),
-        move(ids_T[wanted_N]),
+        move(targets_N),
         move(wanted_N),
         len(ids_T),
         None if lengths_R is None else _make_packed_rows(lengths_R, move),
@@ -176,14 +182,15 @@ def make_micro_batch(
         for name in rows.columns
     }
     row_T = np.repeat(np.arange(len(group)), [len(rows.ids[row]) for row in group])
-    return MicroBatch(
-        inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device)
-    )
+    logprobs_T, top_TK = inputs.flat(logprobs_N), None
+    if logprobs_T.ndim == 2:
+        logprobs_T, top_TK = logprobs_T[:, 0], logprobs_T[:, 1:]
+    return MicroBatch(logprobs_T, inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device), top_TK)
 
 
 def _gather_column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
     values = rows.columns[name]
+    dtype = bool if name.endswith("mask") else np.int64 if name == "top_ids" else np.float32
     if not group:  # without values, the name decides the type
-        return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)
-    column = np.concatenate([values[row] for row in group])
-    return column if column.dtype == bool else column.astype(np.float32, copy=False)
+        return np.zeros((0, 1) if name.startswith("top_") else 0, dtype)
+    return np.concatenate([values[row] for row in group]).astype(dtype, copy=False)

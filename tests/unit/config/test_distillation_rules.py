@@ -23,7 +23,7 @@ def place(tmp_path):
 def given(place, *more, algorithm="opd"):
     pools = [f"pools.teacher.path={place / 'teacher'}"]
     pools += ["allocation_mode=embedded[rollout]:d1+embedded[teacher]:d1+fsdp:d1"]
-    return [f"actor.algorithm={algorithm}", *(pools if algorithm != "opsd" else []), *more]
+    return [f"actor.algorithm={algorithm}", *pools, *more]
 
 
 SECTION = "distillation.distill_loss_weight=1"
@@ -38,9 +38,14 @@ def test_a_teacher_alone_needs_no_reward(place):
         load_checked(place, ROWS, *given(place, "distillation.rl_loss_weight=1"))
 
 
-def test_self_distillation_asks_the_trained_models_servers(place):
-    words = given(place, "distillation.demonstration_column=solution", algorithm="opsd")
-    assert find_teacher_pool(load_checked(place, ROWS, *words).config) is None
+def test_the_policy_is_its_own_teacher_only_by_name(place):
+    shown = "distillation.demonstration_column=solution"
+    words = given(place, shown, algorithm="opsd")
+    assert find_teacher_pool(load_checked(place, ROWS, *words).config) == "teacher"
+    alone = [shown, "actor.algorithm=opsd", "distillation.pool=rollout"]
+    assert find_teacher_pool(load_checked(place, ROWS, *alone).config) is None
+    with pytest.raises(ConfigError, match=r"distillation\.pool 'teacher' is not a pool"):
+        load_checked(place, ROWS, *alone[:2])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,13 @@ def test_self_distillation_asks_the_trained_models_servers(place):
         ("opd", [SECTION, "pools.teacher.temperature=0.5"], "pools.teacher.temperature", Kind.NO_EFFECT,
          "it writes nothing"),
         ("opsd", [SECTION], "distillation.demonstration_column", Kind.MISSING, "the policy itself"),
+        ("opd", ["distillation.pool=rollout"], "distillation.demonstration_column", Kind.MISSING,
+         "the teacher of opd is the policy itself"),
+        ("sft_distill", ["distillation.pool=rollout"], "distillation.pool", Kind.CONFLICT,
+         "the trained model's own pool"),
+        ("opd", ["distillation.top_k=21", "allocation_mode=embedded[rollout]:d1+vllm[teacher]:d1+fsdp:d1"],
+         "distillation.top_k", Kind.UNSUPPORTED, "use at most 20, or sglang servers"),
+        ("sft_distill", ["distillation.top_k=2"], "distillation.top_k", Kind.NO_EFFECT, "samples alike"),
         ("sft_distill", ["distillation.rl_loss_weight=1"], "distillation.rl_loss_weight", Kind.NO_EFFECT,
          "samples alike"),
         ("grpo", [SECTION, "rollout.reward_fn=format"], "distillation", Kind.NO_EFFECT,
@@ -83,10 +95,17 @@ def test_a_teacher_with_other_tokens_is_refused(place):
     load_checked(place, ROWS, *given(place, SECTION))
 
 
-def test_an_endpoint_needs_its_tokenizer_and_samples_nothing(place):
+def test_an_endpoint_scores_with_its_tokenizer_and_samples_without(place):
     url = ["pools.teacher.url=http://host:1/v1", "actor.algorithm=opd", SECTION]
     with pytest.raises(ConfigError, match=r"pools\.teacher\.tokenizer_path is missing"):
         load_checked(place, ROWS, *url)
-    load_checked(place, ROWS, *url, f"pools.teacher.tokenizer_path={place / 'teacher'}")
-    with pytest.raises(ConfigError, match=r"pools\.teacher\.url.*answers with text"):
-        load_checked(place, ROWS, *url[:1], "actor.algorithm=sft_distill", SECTION)
+    tokenizer = f"pools.teacher.tokenizer_path={place / 'teacher'}"
+    load_checked(place, ROWS, *url, tokenizer)
+    with pytest.raises(ConfigError, match=r"distillation\.top_k 3 can't be used with pools\.teacher\.url"):
+        load_checked(place, ROWS, *url, tokenizer, "distillation.top_k=3")
+    samples = [url[0], "actor.algorithm=sft_distill", "distillation.pool=teacher"]
+    load_checked(place, ROWS, *samples)
+    with pytest.raises(ConfigError, match=r"pools\.teacher\.tokenizer_path has no effect"):
+        load_checked(place, ROWS, *samples, tokenizer)
+    with pytest.raises(ConfigError, match=r"rollout\.workflow multi_turn can't be used with the endpoint"):
+        load_checked(place, ROWS, *samples, "rollout.workflow=multi_turn")

@@ -60,9 +60,7 @@ def test_each_backend_reproduces_refuses_or_explains_a_sampling_option(backend, 
 
 def test_a_teachers_samples_may_be_drawn_in_any_way():
     words = ["actor.algorithm=sft_distill", "distillation.pool=teacher", "pools.teacher.url=http://h/v1"]
-    with pytest.raises(RulesRefuse) as caught:  # an endpoint does not sample
-        collect_warnings("gconfig.top_p=0.9", *words)
-    assert "top_p" not in str(caught.value)
+    assert not any("top_p" in one for one in collect_warnings("gconfig.top_p=0.9", *words))
 
 
 def test_a_presence_penalty_is_unknown():

@@ -29,6 +29,27 @@ def test_values_and_gradients_equal_full_logits(temperature: float, chunk_rows: 
         torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 0.7, 1.0, 2.0]).repeat(10)])
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_several_tokens_of_a_position_equal_full_logits(temperature, chunk_rows) -> None:
+    """Some of them twice, and the entropy as well."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 16, generator=generator, requires_grad=True)
+    head = torch.randn(50, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (40, 5), generator=generator)
+    targets[:, 1] = targets[:, 0]
+    weights = torch.randn(40, 5, generator=generator)
+    divisor = temperature if isinstance(temperature, float) else temperature[:, None]
+    whole = torch.log_softmax(hidden @ head.T / divisor, dim=1)
+    want, want_entropy = whole.gather(1, targets), -(whole.exp() * whole).sum(1)
+    got, entropy = token_logprobs(hidden, head, targets, temperature, chunk_rows)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    wanted = torch.autograd.grad((want * weights).sum() + want_entropy.sum(), (hidden, head))
+    found = torch.autograd.grad((got * weights).sum() + entropy.sum(), (hidden, head))
+    for grad, want_grad in zip(found, wanted, strict=True):
+        torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-4)
+
+
 def clamp(hidden, head, temperature, share) -> torch.Tensor:
     """Return the entropy over the more probable tokens, by full logits."""
     logits = hidden @ head.T / temperature

@@ -332,6 +332,16 @@ def test_a_smaller_budget_of_the_critic_is_named_if_it_fits():
         assert bool(estimate_grpo(QWEN3_8B, *changed, reference=QWEN3_8B).problems) is not fits
 
 
+def test_the_likely_tokens_of_a_teacher_take_room_in_the_batch_log():
+    teacher = ["allocation_mode=sglang:d4+sglang[teacher]:d4+fsdp:d8", "pools.teacher.path=/r"]
+    teacher += ["cluster.n_nodes=2", "actor.algorithm=opd", "distillation.distill_loss_weight=1"]
+    alone, with_tokens = (
+        estimate_grpo(QWEN3_8B, *teacher, *more) for more in ([], ["distillation.top_k=16"])
+    )
+    tokens = alone.work.tokens
+    assert with_tokens.disk.batch - alone.disk.batch == approx(16 * 8 * tokens)
+
+
 def test_rl_has_servers_a_reference_and_a_batch_log():
     ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
     found = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)

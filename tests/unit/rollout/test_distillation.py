@@ -7,8 +7,8 @@ import pytest
 
 from hpc_rl.config.options.distillation import DistillationConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
-from hpc_rl.core.types import TokenLogprobs, Trajectory, TrajectoryGroup, Turn, decode, encode
-from hpc_rl.rollout.distillation import Demonstration, Teacher, make_demonstration
+from hpc_rl.core.types import Reply, TokenLogprobs, Trajectory, TrajectoryGroup, Turn, decode, encode
+from hpc_rl.rollout.distillation import Demonstration, Teacher, TextSource, make_demonstration
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.server_pool import ServerPool
 from tests.unit.rollout.test_rollout_worker import Client, Tokenizer, answer, make
@@ -22,8 +22,15 @@ class Pool:
 
     async def compute_logprobs(self, inputs, starts, top_k=0, min_version=""):
         self.asked.append((inputs, starts, min_version))
-        pairs = zip(inputs, starts, strict=True)
-        return [TokenLogprobs([-float(t) for t in range(start, len(ids))]) for ids, start in pairs]
+        places = [range(start, len(ids)) for ids, start in zip(inputs, starts, strict=True)]
+        return [
+            TokenLogprobs(
+                [-float(t) for t in row],
+                [[t, t + 1][:top_k] for t in row] if top_k else [],
+                [[-0.5, -float(t)][:top_k] for t in row] if top_k else [],
+            )
+            for row in places
+        ]
 
 
 class Words:
@@ -74,6 +81,29 @@ async def test_a_trajectory_without_a_prompt_is_scored_from_its_second_token():
     await Teacher(pool).score(group, prompt(()))
     assert pool.asked[0][1] == [1]
     assert group.trajectories[0].teacher_logprobs.tolist() == [0, -1]
+
+
+async def test_likely_tokens_are_stored_at_the_tokens_that_the_model_made():
+    """A model with two tokens has no third; a trajectory with a score of its own gets likely tokens, too."""
+    given = np.full(3, -9, np.float32)
+    group = TrajectoryGroup(0, [
+        trajectory([7, 8, 1, 2, 3], [0, 0, 1, 0, 1]),
+        trajectory([7, 8], [0, 0]),
+        trajectory([7, 8, 5], [0, 0, 1], teacher_logprobs=given),
+    ])  # fmt: skip
+    pool = Pool()
+    await Teacher(pool, top_k=3).score(group, prompt())
+    first, empty, scored = decode(encode(group)).trajectories
+    nothing, none = [0, 0, 0], [-np.inf] * 3
+    assert first.teacher_logprobs.tolist() == [0, 0, -2, 0, -4]
+    assert first.teacher_top_ids.tolist() == [nothing, nothing, [2, 3, 0], nothing, [4, 5, 0]]
+    rows = [none, none, [-0.5, -2, -np.inf], none, [-0.5, -4, -np.inf]]
+    assert first.teacher_top_logprobs.tolist() == rows
+    assert first.teacher_top_ids.dtype == np.int32 and first.teacher_top_logprobs.dtype == np.float32
+    assert empty.teacher_top_logprobs.tolist() == [none, none]
+    assert scored.teacher_top_ids[2].tolist() == [2, 3, 0]
+    await Teacher(pool, top_k=3).score(group, prompt())
+    assert len(pool.asked) == 1
 
 
 async def test_a_demonstration_stands_before_the_same_tokens():
@@ -129,3 +159,34 @@ async def test_samples_of_a_teacher_have_the_version_of_the_trainer():
     assert frozen.requests[0].sampling["max_new_tokens"] == 9
     await answer(made, sent, evaluate=True)
     assert len(policy.requests) == 1 and len(frozen.requests) == 3
+
+
+class Elsewhere:
+    """An endpoint that answers the seed, or is cut off."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def ask(self, messages, seeds, max_new_tokens=None, temperature=None):
+        self.asked.append((messages, list(seeds)))
+        return [Reply("ab", 9, "stop"), Reply("ababab", 9, "stop"), Reply("ab", 9, "length")]
+
+
+class Characters(Words):
+    eos_token_id = 99
+
+
+async def test_texts_of_an_endpoint_become_tokens_of_the_policy():
+    """With an end of sequence, unless the endpoint cut them off; they are cut at the policy's limit."""
+    elsewhere, (made, sent) = Elsewhere(), make(Client())
+    source = TextSource(elsewhere, Characters(), GenerationHyperparameters(max_new_tokens=4))
+    made._sampler = partial(made._sampler, source=source)
+    group = decode((await answer(made, sent))["group"])
+    made_ids = [one.ids[2:].tolist() for one in group.trajectories]
+    assert made_ids == [[97, 98, 99], [97, 98, 97, 98], [97, 98]]
+    assert [one.finish_reason for one in group.trajectories] == ["stop", "length", "length"]
+    assert group.trajectories[0].steps.tolist() == [-1, -1, 3, 3, 3]
+    ((messages, seeds),) = elsewhere.asked
+    assert messages[-1]["role"] == "user" and len({*seeds}) == 3
+    await answer(made, sent, evaluate=True)
+    assert len(elsewhere.asked) == 1

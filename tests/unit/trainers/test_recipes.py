@@ -17,6 +17,7 @@ from hpc_rl.algorithms import base, grpo
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Loss, TokenBatch
 from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.distillation import DistillationConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import AEntConfig, NormConfig, PPOActorConfig
@@ -75,7 +76,12 @@ class FakeRollout:
 
 
 def grpo_recipe(
-    tmp_path, reference: RecordingEngine | None = None, kind=GRPOConfig, max_new_tokens: int = 16384, **actor
+    tmp_path,
+    reference: RecordingEngine | None = None,
+    kind=GRPOConfig,
+    max_new_tokens: int = 16384,
+    distillation: DistillationConfig | None = None,
+    **actor,
 ) -> GRPO:
     norm = NormConfig(mean_level="group", std_level=None)
     config = kind(
@@ -87,6 +93,7 @@ def grpo_recipe(
         actor=PPOActorConfig(
             path="m", **{"ppo_n_minibatches": 1, "reward_norm": norm, "kl_ctl": 0.0, **actor}
         ),
+        distillation=distillation,
     )
     run = make_run(tmp_path, config)
     transport = SimpleNamespace(settle=lambda wait: None)
@@ -577,6 +584,26 @@ def test_the_log_probabilities_of_a_teacher_are_the_credit_of_the_tokens(tmp_pat
     recipe.update(6, batch)
     ((sent, _, _),) = recipe.run.engine.updates
     assert sorted(one[-1] for one in sent.columns["credit"]) == [-2.0, -1.0, -0.5, 1.0]
+
+
+def test_the_likely_tokens_of_a_teacher_are_a_term_of_the_loss_in_place_of_credit(tmp_path):
+    recipe = grpo_recipe(tmp_path, algorithm="opd", distillation=DistillationConfig(top_k=2))
+    batch = batch_of([1.0, 0.0], [1.0, 1.0])
+    for group in batch.groups:
+        for row in group.trajectories:
+            row.teacher_top_ids = np.tile(np.array([3, 7], np.int32), (len(row.ids), 1))
+            likely = np.log(np.array([0.5, 0.0], np.float32), where=[True, False], out=np.full(2, -np.inf))
+            row.teacher_top_logprobs = np.tile(likely.astype(np.float32), (len(row.ids), 1))
+    recipe.update(6, batch)
+    ((sent, weight, _),) = recipe.run.engine.updates
+    assert len(sent) == 4 and weight == 12.0  # no credit, but all rows are trained on
+    assert not any(one.any() for one in sent.columns["credit"])
+    assert sent.columns["top_ids"][0].tolist() == [[3, 7]] * 5
+    numbers = recipe.run.stats.take()
+    # the policy's log-probabilities are -1: 0.5 (log 0.5 + 1) + 0.5 (log 0.5 - log(1 - 1 / e))
+    wanted = 0.5 * (np.log(0.5) + 1) + 0.5 * (np.log(0.5) - np.log(1 - np.exp(-1)))
+    assert numbers["teacher_forward_kl"] == pytest.approx(wanted, abs=1e-6)
+    assert numbers["loss"] == pytest.approx(wanted, abs=1e-6) and numbers["zero_advantage_groups"] == 0
 
 
 def test_samples_of_a_teacher_have_a_cross_entropy_and_no_mismatch(tmp_path):
