@@ -34,3 +34,15 @@ def test_publications_are_compared_with_two_peers(tmp_path):
         assert case["difference"]["share_of_bytes"]["max"] < 0.05 and not case["whole_versions"]
         assert case["disk"]["share_of_bytes"]["median"] >= 1 and case["gloo"]["share_of_bytes"]["median"] == 1
         assert all(case[way]["server_blocked_s"]["min"] > 0 for way in ("difference", "disk", "gloo"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_methods_learn_their_toys(tmp_path):
+    chosen = ["grpo", "gspo", "opd", "opsd", "sft_distill", "full", "lora-1", "lora-8", "ppo-turns"]
+    command = [sys.executable, ROOT / "benchmarks" / "learning_curves.py", *chosen, "--seeds", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--out", tmp_path / "out.json"], check=True, env=environment)
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert [*cases] == chosen
+    assert all(case["seeds"]["1"]["steps"] for case in cases.values()), cases
