@@ -158,8 +158,8 @@ class Evaluations:
         counts["num_tokens"] = sum(outcome["num_tokens"] for outcome in scored.values())
         stats = compute_means(outcome["stats"] for outcome in scored.values())
         stats |= {name: float(count) for name, count in counts.items()}
-        own = self.options.sets.get(name)
-        pass_reward = self.options.pass_reward if own is None else own.pass_reward
+        one = self.options.sets.get(name)
+        pass_reward = self.options.pass_reward if one is None else one.pass_reward
         measured = measure_rewards([outcome["rewards"] for outcome in scored.values()], pass_reward)
         reward = measured.pop("reward")
         stats |= measured | ({} if name else self._measure_by_set(scored))

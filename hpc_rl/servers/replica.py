@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5  # between checks of the backend and of the lease's heartbeat
 FOLLOW_S = 2.0  # between checks for published weights, in case the publisher's call was lost
+HELD_EVERY = 5  # each fifth of these checks is for a version to stay at instead
 SELF_LOAD_AFTER_S = 3.0  # gives the publisher time to update the server first
 USE_EVERY_S = 30.0  # between records of busy time, for `hpc-rl report`
 # without a bucket of weights that have begun to arrive; then the publisher is considered dead
@@ -85,6 +86,7 @@ class Replica:
         # label of the weights that are loading; the lease protects their directory from deletion
         self._loading = ""
         self._lacks_files = False  # the published weights can't be built from their files
+        self._num_checks = 0  # for published weights
         self.proxy = Proxy(
             backend,
             tokens,
@@ -261,6 +263,12 @@ class Replica:
         held = self._find_held()
         return held if held or self._evaluates else load_json(self._trial.current_weights)
 
+    def _find_current(self) -> dict[str, Any] | None:
+        """Return the record as `_current`; a server that is not held reads one file only."""
+        if self._frozen or self.proxy.held or self._evaluates:
+            return self._current()
+        return load_json(self._trial.current_weights)
+
     def _find_held(self) -> dict[str, Any] | None:
         """Return the record of the weights that this server must stay at, if any."""
         record = None if self._frozen else load_json(self._trial.held_weights)
@@ -269,8 +277,12 @@ class Replica:
 
     async def _follow(self) -> None:
         """Load weights whose publication was missed, and end a pause that was forgotten."""
-        current = await asyncio.to_thread(self._current)
         proxy, now = self.proxy, time.monotonic()
+        self._num_checks += 1
+        is_for_held = not proxy.held and self._num_checks % HELD_EVERY == 0
+        current = await asyncio.to_thread(self._find_held if is_for_held else self._find_current)
+        if is_for_held and current is None:
+            return
         if current is not None:
             await self._hold(current)
         if proxy.receiving:

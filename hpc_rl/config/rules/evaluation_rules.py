@@ -5,6 +5,7 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer
 from hpc_rl.config.pool_view import EVALUATION_POOL, has_evaluation_pool
+from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.refusal import Kind, Refusal
 
@@ -33,7 +34,7 @@ def check_trainer(config: Config, explicit: Collection[str]) -> Iterator[Refusal
     """Refuse options of grpo and teacher for other trainers."""
     if isinstance(config, GRPOConfig):
         return
-    given = [name for name in _BESIDE if name in explicit] + ["evaluator.sets"] * bool(config.evaluator.sets)
+    given = list_given(config, explicit, _BESIDE) + ["evaluator.sets"] * bool(config.evaluator.sets)
     for option in given:
         why = f"has no effect with trainer {config.trainer}, which evaluates valid_dataset itself"
         yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=("trainer",))
@@ -51,9 +52,7 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             why=why,
             related=("evaluator.blocking" if evaluator.blocking else "valid_dataset.path",),
         )
-    for option in _BESIDE[1:]:
-        if option not in explicit:
-            continue
+    for option in list_given(config, explicit, _BESIDE[1:]):
         if evaluator.blocking:
             why, related = "has no effect with evaluator.blocking", "evaluator.blocking"
         elif has_pool and option == "evaluator.server_share":

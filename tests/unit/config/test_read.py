@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import get_args, get_type_hints
 
 from hpc_rl.config import (
+    held_out,
     sglang_versions,
     vllm_versions,
 )
@@ -71,6 +72,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "wandb": {"settings"},
     "swanlab": {"settings"},
     "keep_best": {"keep"},
+    "evaluator": {"options"},
     "NAME": {"pool", "one"},
     "distillation": {"section"},
     "teacher": {"_options"},
@@ -120,6 +122,7 @@ READERS = (  # what roles and the plan read through
 BY_NAME = {
     r"(?:actor|distillation)\.(\w+)": {name for row in ALGORITHMS.values() for name in list_own_options(row)},
     r"teacher\.templates\.(\w+)": VARIABLES,
+    r"evaluator\.sets\.NAME\.(\w+)": held_out.SAMPLING,
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.(\w+)": stored.VARIABLES,
     r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},

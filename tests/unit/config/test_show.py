@@ -289,5 +289,7 @@ def _list_keys(tree: dict, prefix: str):
 
 
 def test_an_unknown_preset():
-    with pytest.raises(ConfigError, match="preset 'cup' is not known; allowed: atlas, atlas-teacher, cpu"):
+    with pytest.raises(
+        ConfigError, match="preset 'cup' is not known; allowed: atlas, atlas-teacher, servers, cpu"
+    ):
         load([], [*BASE, MODEL["grpo"]], presets=["cup"])

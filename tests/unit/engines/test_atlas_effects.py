@@ -235,7 +235,7 @@ def test_tensorboard_gets_every_third_step(tmp_path, monkeypatch):
 
 def test_wandb_gets_what_is_reported(tmp_path, monkeypatch):
     modes = []
-    run = SimpleNamespace(finish=lambda: None)
+    run = SimpleNamespace(finish=lambda: None, define_metric=lambda *_, **__: None)
     wandb = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     who = RunIdentity("e", "t", tmp_path, {})
