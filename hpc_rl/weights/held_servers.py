@@ -20,7 +20,7 @@ from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.servers.client import HttpServerClient
 
 logger = logging.getLogger(__name__)
-LOST_S = 60.0  # a held server may need this long to restart
+LOST_S = 5.0  # without a live lease, or without the version after a restart
 Connect = Callable[[str], HttpServerClient]
 
 
