@@ -112,7 +112,7 @@ def test_a_server_has_the_setup_time_to_start():
     assert backend.process.ready_timeout_s == 77
 
 
-def rollout_prompts(tmp_path: Path, *overrides: str) -> tuple[Curriculum, Prompts | None]:
+def rollout_prompts(tmp_path: Path, *overrides: str) -> tuple[Curriculum, dict[str, Prompts]]:
     """What the rollout role opens of two files, with the tokenizer of the model or another one."""
     for name, alphabet in (("model", ALPHABET), ("other", ALPHABET[::-1])):
         make_tokenizer(alphabet).save_pretrained(tmp_path / name)
@@ -130,11 +130,11 @@ def test_the_rollout_role_orders_prompts_by_the_seed(tmp_path):
         order = [locate(index, seed, 8, True)[1] for index in range(8)]
         drawn = [prompts.get(prompts.draw(index, {}, {})) for index in range(8)]
         assert [prompt.columns["prompt"] for prompt in drawn] == [f"{10 + i}" for i in order]
-        assert held_out is not None and held_out.in_file_order(1).columns["prompt"] == "51"
+        assert held_out[""].in_file_order(1).columns["prompt"] == "51"
     # an environment brings its own prompts
     prompts, held_out = rollout_prompts(tmp_path, "environments={}", "total_train_steps=3")
-    assert (len(prompts), len(held_out or ())) == (0, 8)
-    assert rollout_prompts(tmp_path, "valid_dataset=null")[1] is None
+    assert (len(prompts), len(held_out[""])) == (0, 8)
+    assert rollout_prompts(tmp_path, "valid_dataset=null")[1] == {}
 
 
 def test_the_rollout_role_takes_the_tokenizer_of_another_folder(tmp_path):

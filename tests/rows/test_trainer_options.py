@@ -61,19 +61,35 @@ class Engine(RecordingEngine, FakeEngine):
 
 
 class Rollout:
-    """Batches of random groups, and evaluations, whose labels it keeps."""
+    """Batches of random groups, and evaluations, whose labels all clients keep together."""
 
-    def __init__(self, *_: Any) -> None:
-        self.evaluated: list[str] = []
+    evaluated: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any) -> None: ...
 
     def batch_bytes(self, step: int, *_: Any, **__: Any) -> bytes:
         return encode(Batch(step, [TrajectoryGroup(i, [row(1.0), row(0.0)]) for i in range(BATCH_SIZE)]))
 
-    def evaluate(self, label: str, _stopping: threading.Event) -> EvalResult:
+    def evaluate(self, label: str, *_: Any) -> EvalResult:
         self.evaluated.append(label)
         return EvalResult(label, NUM_ROWS, 0.25, {})
 
     def retain(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Publisher:
+    """Has no servers; keeps its arguments."""
+
+    held = SimpleNamespace(problem="")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args, self.options = args, options
+
+    def hold(self, label: str, is_published: bool) -> None: ...
+
+    def release(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -109,6 +125,7 @@ class Trained:
     trial: Trial
     recipe: Any
     engines: dict[str, Engine]
+    labels: list[str]  # of evaluations by the rollout role
 
     @property
     def history(self) -> History:
@@ -118,7 +135,7 @@ class Trained:
     def evaluated(self) -> list[int]:
         """Steps after which there was an evaluation."""
         if isinstance(self.recipe.config, GRPOConfig):
-            return [int(label.partition(".")[2]) for label in self.recipe.rollout.evaluated]
+            return [int(label.partition(".")[2]) for label in self.labels]
         return [step for step, _ in self.history.held_out[1]]
 
     @property
@@ -141,11 +158,7 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "now", 0.0)
     monkeypatch.setattr(compose, "resolve_name", lambda name: Transport if ".weights." in name else Engine)
     monkeypatch.setattr(compose, "RolloutClient", Rollout)
-    monkeypatch.setattr(
-        compose,
-        "Publisher",
-        lambda *args, **options: SimpleNamespace(close=lambda: None, args=args, **options),
-    )
+    monkeypatch.setattr(compose, "Publisher", Publisher)
     monkeypatch.setattr(Timer.__init__, "__defaults__", (lambda: Engine.now,))
     attempts = iter(range(9))
 
@@ -182,10 +195,11 @@ def trained(tmp_path, monkeypatch):
             stopping=threading.Event(),
         )
         Engine.made.clear()
+        Rollout.evaluated.clear()
         with ExitStack() as stack:
             run, recipe = compose.COMPOSE[trainer](context, stack)
             train(run, recipe)
-        return Trained(trial, recipe, {one.name: one for one in Engine.made})
+        return Trained(trial, recipe, {one.name: one for one in Engine.made}, [*Rollout.evaluated])
 
     return make
 
@@ -225,8 +239,8 @@ def test_the_tokenizer_of_another_folder(trained, trainer):
 
 def test_servers_pause_as_the_section_weights_says(trained):
     words = ["weights.pause_mode=abort", "weights.max_paused=2", "weights.history_gb=3"]
-    publisher = trained("grpo", *words).recipe.transport.publisher
-    assert (publisher.pause_mode, publisher.max_paused, publisher.history_bytes) == ("abort", 2, 3e9)
+    options = trained("grpo", *words).recipe.transport.publisher.options
+    assert [options[name] for name in ("pause_mode", "max_paused", "history_bytes")] == ["abort", 2, 3e9]
 
 
 def test_servers_are_awaited_for_the_setup_time_at_a_publish(trained):
@@ -291,8 +305,10 @@ def test_what_happens_from_time_to_time(trained, section, period, trainer):
 def test_metrics_go_where_they_are_asked_for(trained, trainer, tmp_path, monkeypatch):
     runs: dict[str, dict] = {}
 
+    def ignore(*_: Any, **__: Any) -> None: ...
+
     def init(name: str):
-        run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None, id="x")
+        run = SimpleNamespace(log=ignore, finish=lambda: None, id="x", define_metric=ignore)
         return lambda **options: runs.update({name: options}) or run
 
     made = SimpleNamespace(init=init("wandb"), Settings=lambda **_: None)
