@@ -26,7 +26,7 @@ from hpc_rl.config.compat.areal_names import (
 )
 from hpc_rl.config.compat.areal_options import IDENTITY, ONE_VALUE
 from hpc_rl.config.compat.areal_placement import convert_placement
-from hpc_rl.config.compat.renamed import RenamedSettings, follow_references, shorten_list
+from hpc_rl.config.compat.renamed import RenamedSettings, explain_name, follow_references, shorten_list
 from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.names import ALIASES
 from hpc_rl.config.load.parser import convert_value
@@ -121,7 +121,7 @@ def translate(cls: type, given: Settings, chosen: Collection[str] = ()) -> Renam
         elif row.to:
             if row.to not in given:
                 done.settings[row.to] = item
-            done.notes.append(make_note(name, f"is {row.to}", origin=item.origin))
+            done.notes.append(make_note(name, explain_name(row.to), origin=item.origin))
         elif ANY in row.idle or item.to_plain() in row.idle or _is_idle(name, item, given):
             done.idle[row.why].append(name)
         else:
@@ -163,7 +163,7 @@ def _take_teacher(given: Settings, done: RenamedSettings) -> tuple[Settings, lis
         item = mine.get(name, SourceValue(default, origin))
         if item.value is not None:
             found.setdefault(to, item)
-            done.notes.append(make_note(name, f"is {to}", origin=item.origin))
+            done.notes.append(make_note(name, explain_name(to), origin=item.origin))
     done.replaced |= mine
     return found, [name for name in mine if name not in _OF_TEACHER]
 
@@ -355,7 +355,7 @@ def _collect_workflow_args(done: RenamedSettings) -> None:
         _insert(typed_in if item.is_argument else args, inside.split("."), item)
         if name == inside:
             done.replaced[name] = item
-            done.notes.append(make_note(name, f"is {WORKFLOW_ARGS}.{name}", origin=item.origin))
+            done.notes.append(make_note(name, explain_name(f"{WORKFLOW_ARGS}.{name}"), origin=item.origin))
         if name == "n_trajs":
             _apply_n_trajs(item, done)
     args |= whole.value | typed_in
@@ -401,7 +401,7 @@ def drop_idle_values(cls: type, settings: Settings) -> list[Refusal]:
             if other != value:
                 del settings[name]
             if other not in (value, ...):
-                why = f": {value} is AReaL's default; in hpc-rl this option defaults to {followed}"
+                why = f": {value}, AReaL's default, is not used: this option follows {followed} unless set"
                 notes.append(make_note(name, why, origin=item.origin))
         elif reason := _explain_idle(name, value, settings):
             del settings[name]

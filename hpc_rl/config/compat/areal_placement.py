@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.compat.renamed import RenamedSettings, follow_references
+from hpc_rl.config.compat.renamed import RenamedSettings, explain_name, follow_references
 from hpc_rl.config.load.fields import list_options
 from hpc_rl.config.load.source import Settings, SourceValue, add_origin
 from hpc_rl.core.allocation import OPTION, Allocation, Servers, parse
@@ -293,7 +293,7 @@ def _set_launcher(
         done.refusals.append(_refuse(name, item, Kind.CONFLICT, why, related=(to,)))
     elif to not in found:
         found[to] = item
-        done.notes.append(make_note(name, f"is {to}", origin=item.origin))
+        done.notes.append(make_note(name, explain_name(to), origin=item.origin))
 
 
 def _convert_value(key: str, item: SourceValue) -> SourceValue:

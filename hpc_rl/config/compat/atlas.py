@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_rl.config.compat.renamed import explain_name
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError
@@ -451,7 +452,7 @@ class _Translator:
             f"{other} is {_format_value(set_to.value)}"
             for other, set_to in self.find_extra_settings(name, item).items()
         )
-        self.note(name, item, "; ".join(filter(None, (f"is {option}", alias.note, *also))))
+        self.note(name, item, "; ".join(filter(None, (explain_name(option), alias.note, *also))))
         try:
             made = value if "${" in str(value) else alias.translate(value)
             for other in (other for other in alias.times if other in self.given):

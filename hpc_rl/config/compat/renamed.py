@@ -29,6 +29,11 @@ class RenamedSettings:
         ]
 
 
+def explain_name(option: str) -> str:
+    """Return the text of a note about a name of another system: it sets our `option`."""
+    return f"is read as {option}, its name in hpc-rl"
+
+
 def follow_references(item: SourceValue, given: Settings) -> SourceValue:
     """Return the value that `${a.b}` stands for; other values as they are."""
     seen: set[str] = set()

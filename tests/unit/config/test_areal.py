@@ -460,7 +460,7 @@ def test_notes_say_what_became_of_each_name(tmp_path):
     notes = "\n".join(map(str, load_checked(path).notes))
     assert "rollout.workflow_args: " not in notes  # each has an effect
     for words in (
-        "max_turns (.*) is rollout.workflow_args.max_turns.",
+        "max_turns (.*) is read as rollout.workflow_args.max_turns, its name in hpc-rl.",
         "gconfig.n_samples is 4, from n_trajs",
         "rollout.workflow is multi_turn, for n_trajs, max_tokens_per_trajectory, max_turns (.*).",
         "perf_tracer: no effect: ",

@@ -6,12 +6,15 @@ value, and with what becomes of it.
 
 import copy
 import csv
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from hpc_rl.config.compat.areal_names import CODE_OF_WORKFLOWS, OF_WORKFLOWS
 from hpc_rl.config.compat.areal_options import CHANGED_DEFAULTS, IDENTITY, ONE_VALUE
@@ -60,6 +63,14 @@ def make_recent(name: str) -> dict[str, Any]:
         if not any(f"{one}.".startswith(f"{other}.") for other in gone)
     }
     return make_tree(kept | entry.get("with", {}))
+
+
+@functools.cache
+def make_resolved() -> dict[str, Any]:
+    """Return GRPO's configuration without references, which loads three times as fast."""
+    tree = OmegaConf.to_container(OmegaConf.create(make_recent(GRPO)), resolve=True)
+    assert isinstance(tree, dict)
+    return tree
 
 
 def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
@@ -234,7 +245,11 @@ def find_outcome(path: Path, key: str, value: Any) -> str:
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: row["key"])
 def test_a_key_works_or_is_noted_or_is_refused(row, tmp_path):
-    tree, key, value = make_recent(GRPO), row["key"], json.loads(row["value"])
+    key, value = row["key"], json.loads(row["value"])
+    tree = make_recent(GRPO)
+    used = re.findall(r"\$\{([\w.]+)", json.dumps(tree))
+    if "${" not in row["value"] and not any(f"{key}.".startswith(f"{name}.") for name in used):
+        tree = copy.deepcopy(make_resolved())
     section = key.partition(".")[0]
     if section in ("critic", "teacher"):
         tree[section] = {"path": "/m"} | ({"scheduling_strategy": COLOCATED} if section == "critic" else {})
