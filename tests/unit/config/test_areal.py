@@ -465,7 +465,7 @@ def test_notes_say_what_became_of_each_name(tmp_path):
         "rollout.workflow is multi_turn, for n_trajs, max_tokens_per_trajectory, max_turns (.*).",
         "perf_tracer: no effect: ",
         "ref.eps_clip, ref.reward_norm: no effect: the reference model is not trained.",
-        "actor.adv_norm.group_size (.*): 1 is AReaL's default; in hpc-rl this option defaults to gconfig.n_samples.",
+        "actor.adv_norm.group_size (.*): 1, AReaL's default, is not used: this option follows gconfig.n_samples unless set.",
     ):
         assert re.search(words, notes), words
     single = check(load([path], ["rollout.workflow=single_turn"], profiles=[]), files=False).notes
