@@ -1,25 +1,90 @@
 """Reinforcement-learning post-training of language models, with Slurm as the distributed engine.
 
-What workflows of the user need is here too: `from hpc_rl import Trajectory, TrajectoryGroup, trajectory`.
+    import hpc_rl
+
+    trial = hpc_rl.submit("grpo.yaml", seed=3)
+    trial.wait()
+    trial.metrics().frame()
+
+Names are imported when they are used, so `import hpc_rl` needs neither NumPy nor torch.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_rl.api.configuration import CheckReport, Configuration, check, load
+    from hpc_rl.api.tables import Records
+    from hpc_rl.api.trial import Report, Result, Trial, Trials, list_trials, submit
+    from hpc_rl.core.errors import (
+        ConfigError,
+        HpcRlError,
+        SchedulerError,
+        TrialFailed,
+        TrialNameError,
+        TrialStateError,
+    )
+    from hpc_rl.core.records import TrialState
+    from hpc_rl.core.types import Trajectory, TrajectoryGroup
+    from hpc_rl.rollout.conversation import Conversation
+    from hpc_rl.rollout.multi_turn import MultiTurn
+    from hpc_rl.rollout.workflow import trajectory
 
 __version__ = "0.1.0"
 
-# imported when they are asked for: `import hpc_rl` alone needs no NumPy
+__all__ = [
+    "CheckReport",
+    "ConfigError",
+    "Configuration",
+    "Conversation",
+    "HpcRlError",
+    "MultiTurn",
+    "Records",
+    "Report",
+    "Result",
+    "SchedulerError",
+    "Trajectory",
+    "TrajectoryGroup",
+    "Trial",
+    "TrialFailed",
+    "TrialNameError",
+    "TrialState",
+    "TrialStateError",
+    "Trials",
+    "__version__",
+    "check",
+    "list_trials",
+    "load",
+    "submit",
+    "trajectory",
+]
+# imported when they are asked for
 _MODULES = {
-    "Conversation": "rollout.conversation",
-    "MultiTurn": "rollout.multi_turn",
-    "Trajectory": "core.types",
-    "TrajectoryGroup": "core.types",
-    "trajectory": "rollout.workflow",
+    "api.configuration": ("CheckReport", "Configuration", "check", "load"),
+    "api.tables": ("Records",),
+    "api.trial": ("Report", "Result", "Trial", "Trials", "list_trials", "submit"),
+    "core.errors": (
+        "ConfigError",
+        "HpcRlError",
+        "SchedulerError",
+        "TrialFailed",
+        "TrialNameError",
+        "TrialStateError",
+    ),
+    "core.records": ("TrialState",),
+    "core.types": ("Trajectory", "TrajectoryGroup"),
+    "rollout.conversation": ("Conversation",),
+    "rollout.multi_turn": ("MultiTurn",),
+    "rollout.workflow": ("trajectory",),
 }
-__all__ = ["Conversation", "MultiTurn", "Trajectory", "TrajectoryGroup", "__version__", "trajectory"]
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json, require_torch
+from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
 from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.cli.plan_text import NOTHING_WRITTEN
 from hpc_rl.cli.samples import MAX_WIDTH, format_block
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.status.formatting import format_number
 from hpc_rl.trials.checklist import Planned
+from hpc_rl.trials.conversion import require_torch
 from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage, play_episode
 from hpc_rl.trials.prepare import judge_config
 from hpc_rl.trials.user_code import own_environment

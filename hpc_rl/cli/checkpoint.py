@@ -4,14 +4,10 @@ What needs torch is run by `python -m hpc_rl.tools.convert`.
 """
 
 import contextlib
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +22,29 @@ from hpc_rl.cli.options import (
     Seconds,
     align_columns,
     print_result,
-    require_torch,
 )
 from hpc_rl.config.rules.consistency import METRICS
-from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode
-from hpc_rl.core.trial import Trial, fsync_dir
+from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import flatten_line, format_size
 from hpc_rl.trials import (
+    conversion,
     published_weights,
     submission,
     trial_index,
 )
 from hpc_rl.trials.checkpoints import (
-    Weights,
     check_import_end,
     check_import_source,
     check_import_step,
     choose_checkpoint,
     choose_export,
     find_damages,
-    hold_export,
+    make_row,
     request_checkpoint,
 )
 from hpc_rl.trials.lock import TrialLock
 
-RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
 EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
 To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports. With
 `weights.history_gb` a trial also keeps the published weights of steps without a checkpoint.
@@ -97,7 +91,7 @@ The last line shows the steps whose weights `export` can rebuild from published 
 
 def _list_checkpoints(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    rows = [_make_row(one) for one in generation.scan(trial)]
+    rows = [make_row(one) for one in generation.scan(trial)]
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
     usual = dict.fromkeys(name for names in METRICS.values() for name in names)
     metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
@@ -125,23 +119,6 @@ def _make_weights_row(index: published_weights.VersionIndex) -> dict[str, Any]:
 
 def _describe_none(trial: Trial) -> str:
     return f"{trial} has no checkpoint yet"
-
-
-def _make_row(one: Found) -> dict[str, Any]:
-    made, written_at = one.manifest, None
-    with contextlib.suppress(OSError):
-        written_at = (one.path / generation.MANIFEST_NAME).stat().st_mtime
-    return {
-        "step": one.step,
-        "path": str(one.path),
-        "problem": one.problem,
-        "sound": not one.problem,
-        **{name: getattr(made, name, None) for name in ("lineage", "submission", "num_ranks")},
-        "bytes": sum(file.size for file in made.files) if made else None,
-        "metrics": one.metrics,
-        "versions": made.versions if made else {},
-        "time": written_at,
-    }
 
 
 def _format_table(rows: list[dict[str, Any]], metric: str) -> list[str]:
@@ -240,52 +217,12 @@ def _export(args: Namespace) -> int:
         name, what = f"weights-{chosen}", f"weights {chosen} of {trial}:"
     there = (args.to or trial.exports / name).expanduser().absolute()
 
-    code = write_export(trial, chosen, there, args.merge)
+    code = conversion.write_export(trial, chosen, there, args.merge)
     if code == 0:
         version = chosen.version if isinstance(chosen, Found) else str(chosen)
         value = {"trial": str(trial), "step": chosen.step, "version": version, "path": str(there)}
         print_result(args.json, value, [f"{what} written to {there}"])
     return code
-
-
-def write_export(trial: Trial, chosen: Weights, there: Path, merge: bool = False) -> int:
-    """Write the weights of a checkpoint or a published version to a new folder; return the exit code.
-
-    Raises CannotWrite, Damaged, NothingToResume.
-    """
-
-    def write(folder: Path) -> int:
-        if isinstance(chosen, Found):
-            merged = ["--merge"] if merge else []
-            return convert("export", trial, chosen.step, "--to", str(folder), *merged)
-        published_weights.write_export(trial, chosen, folder)
-        return ExitCode.DONE
-
-    # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
-    with hold_export(trial, chosen, f"export to {there}"):
-        return _export_to(there, write)
-
-
-def _export_to(there: Path, write: Callable[[Path], int]) -> int:
-    """Write an export under a temporary name, then rename it to a new one. Raises CannotWrite."""
-    temporary = there.parent / f".{there.name}.{uuid.uuid4().hex[:12]}.tmp"  # `/` has no name
-    try:
-        if os.path.lexists(there):
-            raise FileExistsError
-        temporary.mkdir(parents=True)
-        code = write(temporary)
-        if code == 0:
-            os.rename(temporary, there)
-            fsync_dir(there.parent)
-        return code
-    except OSError as error:
-        if os.path.lexists(there):
-            problem = "exists and is not overwritten: give another folder by --to, or remove it"
-        else:
-            problem = f"can't be written: {error.strerror or error}; give another folder by --to"
-        raise CannotWrite(f"{there} {problem}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _make_import_parser() -> CommandParser:
@@ -311,31 +248,11 @@ def _import(args: Namespace) -> int:
         submission.check_idle(trial)
         check_import_step(trial, args.step)
         check_import_end(trial, args.step)
-        code = convert("import", trial, args.step, "--source", str(source), meanwhile=lock.renew)
+        code = conversion.convert("import", trial, args.step, "--source", str(source), meanwhile=lock.renew)
     if code == 0:
         [resume] = trial_index.list_commands(trial, "recover")
         print(f"{source} is checkpoint {args.step} of {trial}; to resume it, run: {resume}")
     return code
-
-
-def convert(
-    action: str, trial: Trial, step: int, *rest: str, meanwhile: Callable[[], object] = lambda: None
-) -> int:
-    """Run the process with torch and return its exit code; it is killed when this process exits."""
-    require_torch(f"checkpoint {action} reads a model")
-    where = ["--trial_dir", str(trial.dir), "--step", str(step)]
-    command = [sys.executable, "-m", "hpc_rl.tools.convert", action, *where, *rest]
-    sys.stdout.flush()
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(RENEW_EVERY_S)
-                    return code if code >= 0 else ExitCode.FAILED
-                meanwhile()
-        finally:  # a Ctrl-C
-            process.kill()
-            process.wait()
 
 
 def make_parser() -> CommandParser:

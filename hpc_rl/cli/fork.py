@@ -5,11 +5,9 @@ from hpc_rl.cli.outcome import add_outcome, submit_and_report
 from hpc_rl.cli.plan_text import NOTHING_WRITTEN, describe_plan, format_plan_json
 from hpc_rl.cli.start_text import format_change_json, list_changes
 from hpc_rl.core.types import WeightVersion
-from hpc_rl.trials import forking, prepare, submission
-from hpc_rl.trials.checklist import make_planned
-from hpc_rl.trials.first_start import Recovery
+from hpc_rl.trials import forking
+from hpc_rl.trials.fork_submission import make_fork
 
-NAMES = ("experiment_name", "trial_name")  # which differ in each fork
 DESCRIPTION = """Submit a new trial that begins with a checkpoint of another one: its weights, optimizer and
 step. The other trial stays as it is, and may run."""
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, all but trainer, model and kind of optimizer:
@@ -35,40 +33,24 @@ def make_parser() -> CommandParser:
 
 
 def main(args: Namespace) -> int:
-    parent, step = forking.resolve_parent(args.trial, args.from_step)
-    origin = forking.choose_origin(parent, step)
-    only_weights = isinstance(origin, WeightVersion)
-    experiment, _, name = args.name.rpartition("/")
-    names = [f"trial_name={name}", *([f"experiment_name={experiment}"] if experiment else [])]
-    overrides = [*args.overrides, *names]
-    loaded = prepare.load_stored(parent, overrides)
-    trial = submission.make_trial(loaded.config)
-    command = ["hpc-rl", *args.argv]
-    with forking.claim_trial(trial):
-        planned = make_planned(loaded, count_rows=args.dry_run)
-        planned = prepare.compare_with_cluster(planned, trial, args.no_check)
-        config = planned.loaded.config
-        changes = forking.find_changes(parent, origin, config)
-        changes = [change for change in changes if change.name not in NAMES]
-        forking.check_start(origin, config)
-        lines = [forking.describe_origin(parent, origin), *list_changes(changes)]
-        if args.dry_run:
-            lines += [*describe_plan(planned), NOTHING_WRITTEN]
-            value = format_plan_json(planned) | {"checkpoint": None if only_weights else origin.step}
-            value["weights"] = str(origin) if only_weights else None
-            value["changes"] = [format_change_json(change) for change in changes]
-            print_result(args.json, value, lines)
-            return 0
-        if isinstance(origin, WeightVersion):
-            folder = forking.write_weights(parent, origin, trial, config)
-            of_weights = forking.list_weights_options(loaded.config, folder)
-            planned = make_planned(prepare.load_stored(parent, [*overrides, *of_weights]))
-            planned = prepare.compare_with_cluster(planned, trial, args.no_check)
-            submission.render_to(planned.loaded, planned.plan, command=command)
-            forking.record_weights(parent, origin, trial, command)
-        else:
-            submission.render_to(planned.loaded, planned.plan, command=command)
-            forking.give_checkpoint(parent, origin, trial, command)
+    fork = make_fork(
+        args.trial,
+        args.name,
+        from_step=args.from_step,
+        overrides=args.overrides,
+        command=["hpc-rl", *args.argv],
+        skip_cluster=args.no_check,
+        dry_run=args.dry_run,
+    )
+    lines = [forking.describe_origin(fork.parent, fork.origin), *list_changes(fork.changes)]
+    if args.dry_run:
+        only_weights = isinstance(fork.origin, WeightVersion)
+        lines += [*describe_plan(fork.planned), NOTHING_WRITTEN]
+        value = format_plan_json(fork.planned) | {"checkpoint": None if only_weights else fork.origin.step}
+        value["weights"] = str(fork.origin) if only_weights else None
+        value["changes"] = [format_change_json(change) for change in fork.changes]
+        print_result(args.json, value, lines)
+        return 0
     if not (args.json or args.parsable):
         print("\n".join(lines))
-    return submit_and_report(planned, args, trial, None if only_weights else Recovery())
+    return submit_and_report(fork.planned, args, fork.trial, fork.recovery)

@@ -3,25 +3,16 @@
 import sys
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_result
-from hpc_rl.core.errors import ConfigError, TrialNameError
-from hpc_rl.core.records import TrialState
+from hpc_rl.core.errors import TrialNameError
 from hpc_rl.core.trial import Trial
-from hpc_rl.schedulers.base import SchedulerAnswer
-from hpc_rl.stats.read import HELD_OUT
 from hpc_rl.status.formatting import flatten_line, format_duration, format_number
-from hpc_rl.status.scheduler_view import query_all
-from hpc_rl.status.submitted_jobs import load_jobs
-from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
+from hpc_rl.trials.listing import GONE, REWARD_STEPS, list_live_rows, list_rows, parse_states
 
-GONE = "gone"
-REWARD_STEPS = 10  # newest steps over which the reward is a mean
 EPILOG = f"""The mean reward is over the newest {REWARD_STEPS} steps; held-out is the newest evaluation (its
 loss, if the trainer has no reward)."""
 SORTED_BY: dict[str, Any] = {
@@ -29,7 +20,6 @@ SORTED_BY: dict[str, Any] = {
     "state": lambda row: row["state"],
     **{key: lambda row, key=key: -_sort_key(row[key]) for key in ("time", "step", "reward", "held_out")},
 }
-LIVE = (TrialState.RUNNING, TrialState.PENDING, TrialState.STOPPING)
 NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit FILE`"
 
 
@@ -50,27 +40,9 @@ def declare_filters(made: CommandParser) -> None:
     made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
 
 
-def list_rows(
-    names: Sequence[str], experiment: str | None, wanted: Sequence[str], offline: bool = False
-) -> list[dict[str, Any]]:
-    """Return the rows of trials that match, newest submission first, by at most one scheduler query."""
-    entries = [entry for entry in trial_index.list_entries() if _is_match(entry.trial, names, experiment)]
-    answers = {} if offline else query_all(entry.trial for entry in entries if not entry.gone)
-    complaints: dict[str, list[str]] = {}
-    for trial_dir, answer in answers.items():
-        complaints.setdefault(answer.complaint, []).append(str(Trial(trial_dir)))
-    for complaint, of in complaints.items():
-        if not complaint:
-            continue
-        which = f"the scheduler of {of[0]}" + (f" and {len(of) - 1} more" if len(of) > 1 else "")
-        print(f"hpc-rl: {which} does not answer, so only files are shown: {complaint}", file=sys.stderr)
-    rows = [_make_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
-    return [row for row in rows if row["state"] in wanted]
-
-
 def main(args: Namespace) -> int:
     pruned = trial_index.prune_index() if args.prune else []
-    rows = list_rows(args.name, args.experiment, parse_states(args.state), args.offline)
+    rows = list_rows(args.name, args.experiment, parse_states(args.state), args.offline, warn)
     if args.sort:
         rows.sort(key=SORTED_BY[args.sort])
     lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
@@ -82,32 +54,13 @@ def main(args: Namespace) -> int:
     return 0
 
 
-def parse_states(text: str | None) -> list[str]:
-    """Return the states of an option. Raises ConfigError for one that is unknown."""
-    known = [*map(str, TrialState), GONE]
-    wanted = text.split(",") if text else known
-    for state in wanted:
-        if state not in known:
-            raise ConfigError(f"--state {state} is unknown; allowed: {', '.join(known)}")
-    return wanted
-
-
-def _is_match(trial: Trial, wanted: Sequence[str], experiment: str | None) -> bool:
-    named = not wanted or any(trial_index.is_named(trial, name) for name in wanted)
-    return named and fnmatchcase(trial.experiment, experiment or "*")
+def warn(text: str) -> None:
+    """Print a sentence about an incomplete answer."""
+    print(f"hpc-rl: {text}", file=sys.stderr)
 
 
 def _sort_key(value: float | None) -> float:
     return float("-inf") if value is None else value
-
-
-def list_live_rows(offline: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of trials that run or wait, newest submission first, by at most one scheduler query."""
-    entries = [entry for entry in trial_index.list_entries() if not entry.gone]
-    entries = [entry for entry in entries if any(not job.over for job in load_jobs(entry.trial))]
-    answers = {} if offline else query_all(entry.trial for entry in entries)
-    rows = [_make_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
-    return [row for row in rows if row["state"] in LIVE]
 
 
 def find_trial(name: str | None) -> Trial:
@@ -139,27 +92,6 @@ def find_only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
 def format_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return rows of trials as lines for people."""
     return list(map(flatten_line, _format_cells(rows)))
-
-
-def _make_row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
-    row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time}
-    unknown = ("job_id", "step", "total_steps", "eta_s", "reward", "held_out")
-    row |= dict.fromkeys(unknown) | {"state": GONE, "reason": ""}
-    if entry.gone:
-        return row
-    status = load_status(entry.trial, answer.newest, answer.asked_at or None)
-    newest = [value for _, value in status.history.curve("reward")[-REWARD_STEPS:]]
-    held_out = status.history.curve(HELD_OUT)
-    return row | {
-        "job_id": status.jobs[-1].job_id if status.jobs else None,
-        "eta_s": status.eta_s if status.live else None,
-        "state": status.state,
-        "reason": status.reason,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "reward": fmean(newest) if newest else None,
-        "held_out": held_out[-1][1] if held_out else None,
-    }
 
 
 def _format_cells(rows: list[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import importlib.util
 import json
 import math
 import os
@@ -231,9 +230,3 @@ def align_columns(rows: list[list[str]], align: Callable[[str, int], str] = str.
     """Return rows as lines of equally wide columns; the last one is as wide as it is."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  ".join([*map(align, row, widths), row[-1]]) for row in rows]
-
-
-def require_torch(why: str) -> None:
-    """Raise ConfigError if torch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{why}, and torch is not installed: pip install 'hpc-rl[train]'")

@@ -3,10 +3,11 @@
 import os
 import sys
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, require_torch
+from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.config.load.load import load
 from hpc_rl.examples.methods import METHODS
 from hpc_rl.render.jinja_environment import find_template_root
+from hpc_rl.trials.conversion import require_torch
 
 
 def make_parser() -> CommandParser:

@@ -12,10 +12,9 @@ from hpc_rl.cli.start_text import (
     list_changes,
 )
 from hpc_rl.core.errors import ExitCode
-from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Trial
 from hpc_rl.trials import prepare, trial_index
-from hpc_rl.trials.first_start import FirstStart, Recovery
+from hpc_rl.trials.first_start import FirstStart
 
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, if the trial's state allows it:
   hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
@@ -41,8 +40,7 @@ def make_parser() -> CommandParser:
 def main(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     loaded = prepare.load_stored(trial, args.overrides)
-    parent = next((record.submission for record in reversed(load_lineages(trial))), None)
-    recovery = Recovery(from_step=args.from_step, replay=args.replay, parent=parent)
+    recovery = prepare.make_recovery(trial, args.from_step, args.replay)
     if args.explain:
         start, decision = prepare.explain_start(trial, loaded, recovery, args.no_check)
         return _print_explanation(trial, start, decision, args.json)

@@ -4,18 +4,14 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_rl.cli import (
-    du,
-)
-from hpc_rl.cli import (
-    list as listing,
-)
+from hpc_rl.cli import du
+from hpc_rl.cli.list import declare_filters, warn
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
 from hpc_rl.core.errors import ConfigError, ExitCode, SchedulerError, TrialBusy
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import format_size
-from hpc_rl.trials import trial_index
+from hpc_rl.trials import listing, trial_index
 from hpc_rl.trials.removal import remove_trial
 from hpc_rl.trials.submission import check_idle
 
@@ -32,7 +28,7 @@ def make_parser() -> CommandParser:
         EPILOG,
     )
     made.add_trials("those that the filters choose")
-    listing.declare_filters(made)
+    declare_filters(made)
     age = "only those last submitted longer ago"
     made.add_argument("--older_than_days", type=Seconds, metavar="DAYS", help=age)
     made.add_flag("--keep_exports", help="leave the directory `exports/` of each trial where it is")
@@ -96,7 +92,7 @@ def _choose_trials(args: Namespace) -> list[Trial]:
         raise ConfigError(
             f"remove can't take trials that are {', '.join(live)}; allowed states: {', '.join(over)}"
         )
-    rows = listing.list_rows(args.trial, args.experiment, wanted)
+    rows = listing.list_rows(args.trial, args.experiment, wanted, warn=warn)
     newest = time.time() - DAY_S * (args.older_than_days or 0.0)
     return [Trial(Path(row["dir"])) for row in rows if row["state"] != listing.GONE and row["time"] <= newest]
 

@@ -12,7 +12,7 @@ from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
-from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, load_samples
+from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, load_samples, select_step
 from hpc_rl.status.formatting import format_number
 
 DEFAULT_N = 5
@@ -50,10 +50,10 @@ def main(args: Namespace) -> int:
     least, most = _parse_bounds(args.reward)
     trial = listing.find_trial(args.trial)
     kept = [one for one in load_samples(trial) if one.evaluation == args.eval]
-    every = args.step is None and (args.all or args.best or args.worst)
-    found = kept if every else _select_step(kept, args.step)
-    found = [one for one in found if least <= one.reward <= most]
-    if args.best or args.worst:
+    is_sorted = args.best or args.worst
+    every = args.step is None and (args.all or is_sorted)
+    found = [one for one in select_step(kept, args.step, every) if least <= one.reward <= most]
+    if is_sorted:
         found.sort(key=lambda one: one.reward, reverse=bool(args.best))
     if args.jsonl:
         for one in found[: args.n]:
@@ -80,12 +80,6 @@ def _parse_bounds(text: str | None) -> tuple[float, float]:
     if bounds[0] > bounds[1] or (text is not None and not dots):
         raise ConfigError(f"--reward is {text!r}; it must be A..B, such as 0.5..1, ..0 or 1..")
     return bounds
-
-
-def _select_step(kept: list[Sample], step: int | None) -> list[Sample]:
-    """Return the samples of a step, or of the newest one."""
-    newest = max((one.step for one in kept), default=0)
-    return [one for one in kept if one.step == (newest if step is None else step)]
 
 
 def _describe_nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.cli import list as listing
+from hpc_rl.cli.list import find_only_trial
 from hpc_rl.cli.options import CommandParser, Namespace
 from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.core.trial import Trial
-from hpc_rl.trials import trial_index
+from hpc_rl.trials import listing, trial_index
 
 DESCRIPTION = """Watch trials until all are over, or until Ctrl-C: progress, wall time left, next save,
 curves, parts of a step's time, staleness, queue, roles with their nodes and weights. Without a terminal it
@@ -32,7 +32,7 @@ def main(args: Namespace) -> int:
     trials = [trial_index.resolve(name) for name in args.trial]
     if not trials:
         rows = listing.list_live_rows()
-        trials = [Trial(Path(row["dir"])) for row in rows] or [listing.find_only_trial(rows)]
+        trials = [Trial(Path(row["dir"])) for row in rows] or [find_only_trial(rows)]
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave it
         draw(trials, args.every_s, args.once)
     return ExitCode.DONE

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from hpc_rl.cli.checkpoint import write_export
 from hpc_rl.cli.options import CONFIG_FILES, CommandParser, Namespace
 from hpc_rl.cli.outcome import add_outcome, collect_sources, submit_and_report
 from hpc_rl.config.load.load import Loaded
 from hpc_rl.core.errors import CannotWrite
 from hpc_rl.trials import forking, prepare, submission, without_trainer
 from hpc_rl.trials.checkpoints import choose_export
+from hpc_rl.trials.conversion import write_export
 
 
 def make_parser(about: str, epilog: str) -> CommandParser:

@@ -120,6 +120,10 @@ class NothingToResume(TrialStateError):
     exit_code = ExitCode.NOTHING_TO_RESUME
 
 
+class TrialFailed(TrialStateError):
+    """A trial ended before its last step; the message has the reason and the end of its log."""
+
+
 class SchedulerError(HpcRlError):
     """The scheduler refused a request or could not be reached; the message quotes it."""
 

@@ -172,3 +172,9 @@ def load_samples(trial: Trial) -> Iterator[Sample]:
     for row in sorted(rows, key=lambda row: int(row["step"])):
         found = row.get("samples")
         yield from filter(None, map(Sample.parse, found if isinstance(found, list) else []))
+
+
+def select_step(kept: Sequence[Sample], step: int | None, every: bool = False) -> list[Sample]:
+    """Return the samples of a step, of the newest step if `step` is None, or with `every` of all steps."""
+    newest = max((one.step for one in kept), default=0)
+    return [one for one in kept if every or one.step == (newest if step is None else step)]

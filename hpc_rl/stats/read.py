@@ -85,6 +85,14 @@ class History:
             pairs = [(row["step"], row.get(metric)) for row in rows]
         return [(step, float(value)) for step, value in pairs if is_number(value)]
 
+    def join(self) -> list[Row]:
+        """Return one row per step, with its evaluation; an evaluation before the first step is a row."""
+        rows: dict[int, Row] = {row["step"]: dict(row) for row in self.steps}
+        for row in self.evaluations:
+            known = rows.setdefault(row["step"], {})
+            rows[row["step"]] = {**row, **known}
+        return [rows[step] for step in sorted(rows)]
+
     def metrics(self) -> list[str]:
         """Return the names of all curves, `held-out` first."""
         rows = (*self.steps, *self.evaluations)

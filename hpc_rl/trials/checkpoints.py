@@ -3,8 +3,9 @@
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
@@ -112,6 +113,24 @@ def check_import_end(trial: Trial, step: int) -> None:
         raise ConfigError(f"{trial.config_json} is missing or damaged; {fix}")
     loaded = from_dict(config)
     check_end(step, trial, loaded, compute_fingerprint(*list_training_paths(loaded)).get("rows"))
+
+
+def make_row(one: Found) -> dict[str, Any]:
+    """Return the facts of a checkpoint for programs; `time` in Unix seconds, `bytes` of all its files."""
+    made, written_at = one.manifest, None
+    with suppress(OSError):
+        written_at = (one.path / generation.MANIFEST_NAME).stat().st_mtime
+    return {
+        "step": one.step,
+        "path": str(one.path),
+        "problem": one.problem,
+        "sound": not one.problem,
+        **{name: getattr(made, name, None) for name in ("lineage", "submission", "num_ranks")},
+        "bytes": sum(file.size for file in made.files) if made else None,
+        "metrics": one.metrics,
+        "versions": made.versions if made else {},
+        "time": written_at,
+    }
 
 
 def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

@@ -16,6 +16,7 @@ from hpc_rl.config.load.stored import VARIABLES, restore_secrets
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.slurm_rules import find_job_threads_limit
 from hpc_rl.core.errors import ConfigError, HpcRlError, SchedulerError, TrialStateError
+from hpc_rl.core.records import load_lineages
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import apply_threads_per_core
@@ -121,6 +122,12 @@ def plan_recovery(trial: Trial, loaded: Loaded, skip_cluster: bool) -> Planned:
     if pick(planned.loaded.config.launcher.type) == "slurm":
         slurm.require("sbatch")
     return planned
+
+
+def make_recovery(trial: Trial, from_step: int | None = None, replay: bool = False) -> Recovery:
+    """Return what a recover of a trial adds to its submission."""
+    parent = next((record.submission for record in reversed(load_lineages(trial))), None)
+    return Recovery(from_step=from_step, replay=replay, parent=parent)
 
 
 def explain_start(

@@ -19,6 +19,7 @@ from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.trials import conversion
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -47,7 +48,7 @@ def torch_half(monkeypatch):
         def hand_over(action, trial, step, *rest, **_more):
             return does(dict(zip(rest[::2], rest[1::2], strict=True))) or 0
 
-        monkeypatch.setattr(checkpoint, "convert", hand_over)
+        monkeypatch.setattr(conversion, "convert", hand_over)
 
     return put
 
@@ -117,12 +118,12 @@ def test_an_export_that_is_terminated_leaves_nothing(trial, tmp_path):
     there = tmp_path / "model"
     command = f"""
 import os, signal, sys
-from hpc_rl.cli import checkpoint
+from hpc_rl.trials import conversion
 from hpc_rl.cli.__main__ import main
 def torch_half(*_given, **_more):
     print(*os.listdir({str(tmp_path)!r}))
     os.kill(os.getpid(), signal.SIGTERM)
-checkpoint.convert = torch_half
+conversion.convert = torch_half
 sys.exit(main(["checkpoint", "export", {str(trial.dir)!r}, "--to", {str(there)!r}]))
 """
     before, generations = set(os.listdir(tmp_path)), set(os.listdir(trial.recover))
@@ -246,7 +247,7 @@ def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):
         renewed.append(rendered.submitting.stat().st_mtime)
 
     monkeypatch.setattr(checkpoint.TrialLock, "renew", renew_old)
-    monkeypatch.setattr(checkpoint, "RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr(conversion, "RENEW_EVERY_S", 0.05)
     real = subprocess.Popen
     waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]
     monkeypatch.setattr(subprocess, "Popen", lambda _command, **options: real(waits, **options))

@@ -10,14 +10,13 @@ from safetensors import safe_open
 from version_history import as_bytes, make_history, read_model
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.trial import Trial, load_json, load_object, write_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.schedulers.base import State
 from hpc_rl.status.formatting import format_size
-from hpc_rl.trials import published_weights, trial_index
+from hpc_rl.trials import conversion, published_weights, trial_index
 from hpc_rl.trials.first_start import FirstStart
 from hpc_rl.weight_files import model_copy
 from hpc_rl.weights.disk import History
@@ -104,7 +103,7 @@ def test_a_step_with_a_checkpoint_is_exported_from_it_unless_it_is_damaged(
     trial, published, tmp_path, capsys, monkeypatch
 ):
     asked = []
-    monkeypatch.setattr(checkpoint, "convert", lambda *args: asked.append(args) or 0)
+    monkeypatch.setattr(conversion, "convert", lambda *args: asked.append(args) or 0)
     assert export(trial, "--step", 6, "--to", tmp_path / "a") == 0
     assert asked[0][:3] == ("export", trial, 6)
     (trial.generation(6) / "state").write_text("STATE of 6")

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from hpc_rl.cli import list as listing
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.records import TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer, State
 from hpc_rl.trials import (
+    listing,
     removal,
     trial_index,
 )
@@ -72,11 +72,11 @@ def test_filters_choose_trials_that_are_over(
         trial_index.record_trial(one.trial)
     assert main(["remove"]) == 64 and "--older_than_days" in capsys.readouterr().err
     late = SchedulerAnswer(complaint="squeue: timed out")
-    monkeypatch.setattr("hpc_rl.cli.list.query_all", lambda trials: {one.dir: late for one in trials})
+    monkeypatch.setattr("hpc_rl.trials.listing.query_all", lambda trials: {one.dir: late for one in trials})
     states = {"t1": TrialState.FAILED, "t2": TrialState.DONE, "live": TrialState.RUNNING}
-    row = listing._make_row
+    row = listing.make_row
     monkeypatch.setattr(
-        listing, "_make_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]}
+        listing, "make_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]}
     )
 
     assert main(["list"]) == 0
