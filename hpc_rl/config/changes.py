@@ -60,7 +60,7 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "train_dataset.num_workers", "train_dataset.curriculum", "train_dataset.pass_band",
     "train_dataset.outside_share", "train_dataset.weight_column", "valid_dataset", "gconfig",
     "eval_gconfig", "rollout", "model", "ref", "environments", "pools", "teacher", "weights", "distillation",
-    "keep_best_samples",
+    "keep_best_samples", "callbacks",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.

@@ -196,6 +196,7 @@ class JobRecord(JsonRecord):
     new_batches: bool = False  # its first start sets later batches aside and issues their prompts again
     lineage_parent: str | None = None  # submission that `hpc-rl recover` continues
     changed: tuple[str, ...] = ()  # options that differ from the previous submission
+    native_id: str = ""  # Slurm's id, where it differs: `7_3` of task 3 of an array of trials
     serves: str = ""  # the submission that these servers serve
     num_tasks: int = 0  # of servers
 

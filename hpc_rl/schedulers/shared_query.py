@@ -28,7 +28,7 @@ from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import create_exclusive, find_state_home, write_json
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
-from hpc_rl.schedulers.slurm_states import summarize_parts
+from hpc_rl.schedulers.slurm_states import has_waiting_task, summarize_parts
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,12 @@ class SharedAnswer(JsonRecord):
 
     def find(self, uid: int, job_id: str) -> JobState | None:
         parts = (f"{job_id}_", f"{job_id}+")
-        for known in (self.accounts.get(str(uid), []), self.ends.values()):
+        for known in (self.accounts.get(str(uid), []), list(self.ends.values())):
             if found := [one for one in known if one.job_id == job_id or one.job_id.startswith(parts)]:
                 return summarize_parts(found)[job_id]
+            for one in known:
+                if has_waiting_task(one.job_id, job_id):
+                    return replace(one, job_id=job_id)
         return None
 
     def note_ends(self, found: Mapping[str, JobState]) -> None:

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_rl.core.errors import NoScheduler, SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.schedulers.sinfo import SINFO, Node, parse_sinfo
-from hpc_rl.schedulers.slurm_states import classify_state, find_whole_job, summarize_parts
+from hpc_rl.schedulers.slurm_states import classify_state, find_whole_job, has_waiting_task, summarize_parts
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,12 @@ class SlurmScheduler:
 
     def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         """Query by one squeue, and by one sacct for jobs that squeue has forgotten."""
-        found = summarize_parts(_query_jobs("-j", ",".join(job_ids))) if job_ids else {}
+        listed = _query_jobs("-j", ",".join(job_ids)) if job_ids else []
+        found = summarize_parts(listed)
+        for job_id in job_ids:
+            if job_id not in found:
+                waiting = [one for one in listed if has_waiting_task(one.job_id, job_id)]
+                found |= {job_id: replace(one, job_id=job_id) for one in waiting}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
             found |= self.query_past(forgotten)

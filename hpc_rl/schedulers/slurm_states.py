@@ -144,6 +144,19 @@ def find_whole_job(job_id: str) -> str:
     return match["whole"] if match else job_id
 
 
+_WAITING_TASKS = re.compile(r"(?P<whole>\d+)_\[(?P<tasks>[\d,-]+)(%\d+)?\]")
+
+
+def has_waiting_task(listed: str, job_id: str) -> bool:
+    """Return whether `7_[2-11%4]`, as squeue lists tasks that wait, contains the task `7_3`."""
+    match = _WAITING_TASKS.fullmatch(listed)
+    whole, _, task = job_id.partition("_")
+    if match is None or match["whole"] != whole or not task.isdecimal():
+        return False
+    spans = (part.partition("-") for part in match["tasks"].split(","))
+    return any(int(first) <= int(task) <= int(last or first) for first, _, last in spans)
+
+
 def summarize_parts(parts: Iterable[JobState]) -> dict[str, JobState]:
     """Return states by submitted id; also keep the states of single tasks and components."""
     found: dict[str, JobState] = {}

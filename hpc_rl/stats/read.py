@@ -24,7 +24,7 @@ MEASURES = (
     "loss",
     "token_accuracy",
 )  # of evaluations, the most important first
-NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
+NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed", "callback_errors")
 
 Curve = list[tuple[int, float]]  # a value by step
 

@@ -266,6 +266,10 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             failed = last.get("save_failed")
             times = "once" if failed == 1 else f"{failed} times in a row"
             lines.append(format_row("saving", flatten_line(f"FAILED {times}: {last['save_error']}")))
+        if last.get("callback_error"):
+            count = format_count(int(get_number(last, "callback_errors")), "error")
+            text = f"{count}; training continues. The last one: {last['callback_error']}"
+            lines.append(format_row("callbacks", flatten_line(text)))
         parts = {key: key for key in last if key.startswith(("reward/", "agent/"))}
         known = format_metrics(
             {"reward": "reward", "reward_std": METRICS["reward_std"], **parts, **METRICS}, last

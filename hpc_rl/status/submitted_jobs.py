@@ -16,6 +16,7 @@ class TrialJob:
     scheduler: str = ""
     start_mode: str = ""
     cancelled: bool = False  # the user asked for it
+    cancel_reason: str = ""  # of a callback that cancelled it
     event: JobEvent | None = None
     native_id: str = ""  # the scheduler's id of its newest job: of a successor, else job_id
     code: int | None = None  # exit code
@@ -59,6 +60,9 @@ def load_jobs(trial: Trial) -> list[TrialJob]:
 
 
 def _make_job(trial: Trial, record: JobRecord) -> TrialJob:
+    newest = find_newest_job(trial, record.job_id)
+    intent = trial.cancel_intent(record.job_id)
+    is_cancelled = intent.exists()
     job = TrialJob(
         job_id=record.job_id,
         time=record.time,
@@ -66,8 +70,9 @@ def _make_job(trial: Trial, record: JobRecord) -> TrialJob:
         cluster=record.cluster,
         start_mode=record.start_mode,
         saves=record.start_mode != "disabled",
-        cancelled=trial.cancel_intent(record.job_id).exists(),
-        native_id=find_newest_job(trial, record.job_id),
+        cancelled=is_cancelled,
+        cancel_reason=str(load_object(intent).get("reason", "")) if is_cancelled else "",
+        native_id=record.native_id if newest == record.job_id and record.native_id else newest,
         other_length=any(change.startswith("total_train_") for change in record.changed),
     )
     lines = load_job_state(trial, record.job_id)

@@ -64,6 +64,10 @@ def _begins_with(text: str, word: str) -> bool:
     return re.match(rf"{re.escape(word)}\b(?!:)", text) is not None
 
 
+def _describe_cancel(job: TrialJob) -> str:
+    return f"cancelled by a callback: {job.cancel_reason}" if job.cancel_reason else "cancelled by the user"
+
+
 def _describe_saved(job: TrialJob, final_step: int | None, saved_step: int | None) -> str:
     if not job.trains:
         return RESULTS_SAVED
@@ -89,7 +93,8 @@ def describe_exit(
     if state is TrialState.DONE:  # the recorded reason adds nothing
         return state, text if job.trains else ALL_FINISHED
     if job.cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
-        state, text = TrialState.CANCELLED, "cancelled by the user"
+        state, text = TrialState.CANCELLED, _describe_cancel(job)
+        reason = "" if job.cancel_reason else reason
     repeats = state is not TrialState.FAILED and _begins_with(reason, state.value)
     if repeats or (reason and state is TrialState.CANCELLED and ended.cause is StopCause.CANCELLED):
         text, reason = reason, ""  # it is more precise than the general text
@@ -127,7 +132,7 @@ def determine_state(
     has_started = own is not None and asked_at is not None and (own.started or 0.0) > asked_at - SKEW_S
     if job_state.state is State.PENDING and not has_started:
         if job.cancelled:
-            return TrialState.STOPPING, "cancelled by the user; the scheduler has not confirmed it yet"
+            return TrialState.STOPPING, f"{_describe_cancel(job)}; the scheduler has not confirmed it yet"
         return TrialState.PENDING, _describe_pending(job_state, again=own is not None)
     dead = job_state.native == NOT_LISTED or job_state.state in DEAD_JOBS
     if dead and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
@@ -202,7 +207,7 @@ def _judge_unended(
     if job_state.state.alive or silent_s < SILENT_AFTER_S:
         request = own.stopping
         if job.cancelled:
-            request = f"cancelled by the user; {'it saves its state first' if job.saves else NOTHING_SAVED}"
+            request = f"{_describe_cancel(job)}; {'it saves its state first' if job.saves else NOTHING_SAVED}"
         return (TrialState.STOPPING, request) if request else (TrialState.RUNNING, "")
     return TrialState.UNKNOWN, f"no end recorded, and no heartbeat for {silent_s / 60:.0f} min"
 

@@ -39,6 +39,7 @@ BETWEEN_STEPS = {
     "export": "exporting",
     "wait for room": "disk full",
 }
+IN_CALLBACK = "callback "  # and its name: another activity
 # What `status --json` prints of a trial under the names that it has here.
 JSON_FIELDS = ("state", "reason", "step", "total_steps", "doing", "ends_at", "last_sign", "exports")
 JSON_COMPUTED = ("silent_hosts", "eta_s", "since", "last_end")
@@ -131,9 +132,10 @@ class TrialStatus:
         """
         if self.silent_hosts:
             return ""
-        parts = (
-            [f"{BETWEEN_STEPS[self.doing]} at step {self.doing_step}"] if self.doing in BETWEEN_STEPS else []
-        )
+        now = BETWEEN_STEPS.get(self.doing, "")
+        if self.doing.startswith(IN_CALLBACK):
+            now = f"in {self.doing}"
+        parts = [f"{now} at step {self.doing_step}"] if now else []
         if self.rate:
             left = "" if self.eta_s is None else f", done in about {format_duration(self.eta_s)}"
             parts.append(format_rate(self.rate) + left)

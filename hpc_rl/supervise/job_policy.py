@@ -176,7 +176,7 @@ def name_job(
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         return JobNames(*folders, submission or f"{settings.scheduler}-{stamp}-{suffix}", "", "", 0)
     slurm_job = env["SLURM_JOB_ID"]
-    if settings.is_server_task:
+    if "SLURM_ARRAY_TASK_ID" in env:
         # In one task of every array, SLURM_JOB_ID is the id of the whole array.
         slurm_job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     restart = int(start or 0) + count_slurm_restarts(env)

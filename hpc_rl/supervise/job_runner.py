@@ -122,6 +122,8 @@ class JobRunner:
         if settings.new_batches:
             row["new_batches"] = True
         row |= {"time": int(time.time()), "command": [settings.scheduler]}
+        if self.names.slurm_job not in ("", self.names.job_id):
+            row["native_id"] = self.names.slurm_job
         folder, name = os.path.split(self.names.submission)
         temp = f"{folder}/.{name}.{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -174,7 +176,7 @@ class JobRunner:
             return None
         argv = [settings.python, "-m", "hpc_rl.roles.first_node_watch", "keep"]
         argv += ["--trial_dir", settings.trial_dir, "--job_id", names.job_id, "--restart", str(names.restart)]
-        argv += ["--slurm_job", os.environ["SLURM_JOB_ID"], "--first_node", os.environ["SLURMD_NODENAME"]]
+        argv += ["--slurm_job", self.names.slurm_job, "--first_node", os.environ["SLURMD_NODENAME"]]
         log = os.open(f"{settings.trial_dir}/jobs/{names.job_id}.watch.log", APPEND, 0o666)
         try:
             return self.loop.spawn(argv, output=log, errors=log)

@@ -1,9 +1,9 @@
-"""Check the user's rewards, workflow and algorithm, in a separate process, before a trial is submitted.
+"""Check the user's rewards, workflow, algorithm and callbacks in a separate process, before a submission.
 
 Reads the configuration as JSON from standard input. It prints each attempt (trials/user_code.py has the kinds
 of lines) and each finding at once, as lines of JSON to standard output, because user code may end the process
-or never return. The stack follows. It imports the same modules as the job, and calls each reward once, with
-the first row.
+or never return. The stack follows. It imports the same modules as the job, calls each reward once, with the
+first row, and each method of a callback once, with an example.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value, list_datasets
+from hpc_rl.config.options.experiment import ABSENT, Config, GRPOConfig, get_value, list_datasets
 from hpc_rl.config.row_shapes import load_named_rows
+from hpc_rl.core.callbacks import POINTS, Event
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout import pipes
@@ -29,9 +30,23 @@ from hpc_rl.rollout.rewards.reward_process import call_function, is_batched, par
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import make_reward_arguments
 from hpc_rl.rollout.workflows import load_workflow
-from hpc_rl.trials.user_code import ALGORITHM, CALLS, DONE, FOUND, IMPORTS, START_S
+from hpc_rl.trainers.callbacks import create_callback
+from hpc_rl.trials.user_code import (
+    ALGORITHM,
+    CALLBACKS,
+    CALLS,
+    DONE,
+    FOUND,
+    IMPORTS,
+    START_S,
+    find_call_limit_s,
+)
 
 COMPLETION = "The answer is 1."
+EXAMPLES = {  # point -> metrics of the example
+    "on_step": {"step": 1, "reward": 0.5, "loss": 0.1, "step_s": 1.0},
+    "on_evaluation": {"eval_reward": 0.5, "eval_loss": 0.1},
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +58,42 @@ class Attempt:
     value: str
 
 
-def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
+def check_user_code(config: Config) -> Iterator[Attempt | Refusal]:
     """Yield each attempt, and the problems in the user's code."""
+    if isinstance(config, GRPOConfig):
+        yield from _check_completions_code(config)
+    for path in config.callbacks:
+        yield from _check_callback(path)
+
+
+def _check_callback(path: str) -> Iterator[Attempt | Refusal]:
+    """Yield the problems of a callback: each of its methods is called with an example."""
+    yield Attempt(IMPORTS, CALLBACKS, path)
+    try:
+        one = create_callback(path)
+    except ConfigError as error:
+        yield from error.refusals
+        return
+    except OSError as error:
+        yield Refusal(option=CALLBACKS, value=path, kind=Kind.FILE, why=f": {error}")
+        return
+    here = Path.cwd()
+    for point in POINTS:
+        method = getattr(one, point, None)
+        if method is None:
+            continue
+        event = Event(
+            step=1, metrics=EXAMPLES.get(point, {}), total_steps=1, trial_dir=here, path=here, is_check=True
+        )
+        yield Attempt(CALLS, CALLBACKS, path)
+        try:
+            method(event)
+        except (Exception, SystemExit) as error:
+            why = f", called as {point}(event) with event.is_check, raises {_describe_error(error)}"
+            yield Refusal(option=CALLBACKS, value=path, kind=Kind.FILE, why=why)
+
+
+def _check_completions_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
     rollout = config.rollout
     if ":" in rollout.workflow:
         option, value = "rollout.workflow", rollout.workflow
@@ -172,8 +221,7 @@ def main() -> int:
     faulthandler.enable(out)
     sys.dont_write_bytecode = True  # a check writes nothing next to the user's files
     config = from_dict(json.load(sys.stdin))
-    assert isinstance(config, GRPOConfig)
-    limits_s = {IMPORTS: START_S, CALLS: config.rollout.reward_timeout_s}
+    limits_s = {IMPORTS: START_S, CALLS: find_call_limit_s(config)}
     for found in check_user_code(config):
         if isinstance(found, Attempt):
             print(json.dumps([found.kind, [found.option, found.value]]), file=out)

@@ -29,6 +29,11 @@ class Activity:
         with self._lock:
             self._now = (what, step, self._now[2] + 1)
 
+    @property
+    def now(self) -> tuple[str, int]:
+        """The current activity, and its step."""
+        return self._now[:2]
+
     def make_progress(self, of: Collection[str]) -> None:
         """Note progress, if the current activity is one of these; any thread may call it."""
         with self._lock:

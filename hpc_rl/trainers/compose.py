@@ -39,6 +39,7 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.callbacks import Callbacks
 from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.dpo import make_dpo_task
 from hpc_rl.trainers.evaluations import EvaluationsBeside
@@ -282,6 +283,8 @@ def _make_run(
         run.sinks = open_sinks(metrics, folder, run.step, who, config.stats_logger)
         stack.callback(run.sinks.close)
         run.activity = Activity(attempt.activity("trainer", 0, start.incarnation))
+        if config.callbacks:
+            run.callbacks = Callbacks(config.callbacks, attempt, lambda doing: run.does(doing, run.step))
     if begun["manifest"] is not None:
         run.restore(begun["manifest"])
     return run

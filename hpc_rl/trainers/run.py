@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -32,6 +32,7 @@ from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.callbacks import Callbacks
 from hpc_rl.trainers.evaluations import Evaluation, EvaluationsBeside
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
@@ -101,6 +102,7 @@ class Run(TrainerContext):
     beside: EvaluationsBeside | None = None  # these evaluations; rank 0 only
     adapted: dict[str, float] = field(default_factory=dict)  # numbers that the recipe adapts after each step
     activity: Activity | None = None  # current activity, for the supervisor; rank 0 only
+    callbacks: Callbacks | None = None  # of the user; rank 0 only
     idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
     pending_evaluations: list[Evaluation] = field(default_factory=list)  # in the loaded generation
     _line_at: float = field(default_factory=time.monotonic)
@@ -211,6 +213,7 @@ class Run(TrainerContext):
         if numbers:
             known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             self.evaluation = (step, known)
+            self._call_back("on_evaluation", step, numbers)
         kept = self.exports.keep_best(numbers, step)
         self.owes_evaluation = self.ranks.any(numbers is None or not kept)
 
@@ -257,6 +260,7 @@ class Run(TrainerContext):
             known = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             if self.config.recover.mode != "disabled":
                 record_evaluation(self.trial, version, known)
+            self._call_back("on_evaluation", step, numbers)
         kept = self.exports.keep_best(numbers, step, version)
         if kept and self.beside is not None:
             self.beside.finish()
@@ -303,6 +307,7 @@ class Run(TrainerContext):
             row |= {"save_failed": self.saving.num_failed, "save_error": self.saving.problem}
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
+        row |= self.callbacks.list_metrics() if self.callbacks else {}
         self.sinks.log(step, row)
         names = [name for name in row if name in LOGGED_METRICS or name.startswith("reward/")]
         shown = {
@@ -311,6 +316,26 @@ class Run(TrainerContext):
         self._log_info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in shown.items()))
         self._line_at = now
         self._warn_of_idle(step, row)
+        self._call_back("on_step", step, row)
+
+    def _call_back(
+        self,
+        point: str,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        path: Path | None = None,
+        is_done: bool = False,
+    ) -> None:
+        """Call the user's callbacks, on rank 0; their time is a metric of the next line."""
+        if self.callbacks is None:
+            return
+        before = self.activity.now if self.activity else None
+        with self.stats.timed("callbacks_s"):
+            self.callbacks.call(
+                point, step, metrics, total_steps=self.total_steps, path=path, is_done=is_done
+            )
+        if before is not None:
+            self.does(*before)
 
     def _warn_of_idle(self, step: int, row: dict[str, float | int | str]) -> None:
         """Warn that nothing was learned for 10, 20, 40 and so on steps in a row."""
@@ -346,6 +371,8 @@ class Run(TrainerContext):
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
+            newest = self.saving.newest
+            self._call_back("on_checkpoint", newest, path=self.trial.generation(newest))
 
     def manifest(self, recipe: Any, step: int) -> Manifest:
         epoch, cursor = recipe.position(step)
@@ -389,12 +416,14 @@ class Run(TrainerContext):
                 self.saving.problem,
             )
             self.exports.note_not_saved(self.saving.problem)
+        self._call_back("on_end", step, is_done=True)
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """Exit after `step` and save its state; before the first step there is nothing to save."""
         if step == 0 and self.saving.newest < 0:
             self._log_info("asked to stop before the first step: there is nothing to save")
+            self._call_back("on_end", step)
             return ExitCode.STOPPED
         self.save(recipe, step, last=True)
         if self.saving.problem:
@@ -402,6 +431,7 @@ class Run(TrainerContext):
         disabled = self.config.recover.mode == "disabled"
         outcome = "nothing is saved (recover.mode disabled)" if disabled else "its state is saved"
         self._log_info("asked to stop: after step %d, %s", step, outcome)
+        self._call_back("on_end", step)
         return ExitCode.STOPPED
 
     def _exports(self, step: int) -> None:

@@ -29,8 +29,10 @@ from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 CODE_OF = "code of "
 ALGORITHM = "actor.algorithm"
-_CODE = ("rollout.workflow", "rollout.reward_fn", ALGORITHM)
+CALLBACKS = "callbacks"
+_CODE = ("rollout.workflow", "rollout.reward_fn", ALGORITHM, CALLBACKS)
 START_S = 60.0  # for the import of a user's module
+CALLBACK_S = 30.0  # for the call of a callback, in a trial without rewards
 # Kinds of lines of tools/check_user_code.py: attempts, the fields of a refusal or note, the end.
 IMPORTS, CALLS, FOUND, DONE = "imports", "calls", "found", "done"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
@@ -63,18 +65,19 @@ def fingerprint_judges(config: Config, path: Sequence[str]) -> dict[str, str]:
     code = {
         f"{CODE_OF}{name}": digest
         for name, (_, digest) in _code(config, path).items()
-        if name != ALGORITHM  # it rejects no prompt
+        if not name.startswith((ALGORITHM, CALLBACKS))  # they reject no prompt
     }
     return digest_options(config, JUDGES) | code
 
 
 def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
     """Return the file and the checksum of the user's code, by the option that names it."""
-    if not isinstance(config, GRPOConfig):
-        return {}
-    rewards, found = config.rollout.reward_functions, {}
-    named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
-    named |= {"rollout.workflow": config.rollout.workflow, ALGORITHM: config.actor.algorithm}
+    named = {f"{CALLBACKS} {one}": one for one in config.callbacks}
+    found: dict[str, tuple[Path, str]] = {}
+    if isinstance(config, GRPOConfig):
+        rewards = config.rollout.reward_functions
+        named |= {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
+        named |= {"rollout.workflow": config.rollout.workflow, ALGORITHM: config.actor.algorithm}
     for name, where in named.items():
         module, colon, _ = where.partition(":")
         file = source_file(module, path) if colon else None
@@ -200,23 +203,25 @@ def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
 
 
 def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refusal]:
-    """Import the rewards, the workflow and the algorithm of the user, and call each reward once.
+    """Import the user's rewards, workflow, algorithm and callbacks; call rewards and callbacks once.
 
     Nothing is done where the job has another environment than this one: a container, modules, a setup or
     another interpreter. Yields notes, and what the job would refuse, with the place in the user's code.
     """
-    if not isinstance(config, GRPOConfig) or not _is_own_code(config):
+    if not _is_own_code(config):
         return
     if own_environment(config, python):
-        why = "rewards, workflow and algorithm are not tried, because the job has another environment than "
-        why += "this machine"
+        why = "rewards, workflow, algorithm and callbacks are not tried, because the job has another "
+        why += "environment than this machine"
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return
-    num_tries = 1 + len(config.rollout.reward_functions)
-    limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
+    num_tries = 1 + len(config.callbacks)
+    if isinstance(config, GRPOConfig):
+        num_tries += len(config.rollout.reward_functions)
+    limit_s = (START_S + find_call_limit_s(config)) * num_tries
     given = to_dict(redact_secrets(config))
     said, printed, code = execute_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
-    kind, tried = "", ["", "rewards, workflow and algorithm"]  # option and value
+    kind, tried = "", ["", "rewards, workflow, algorithm and callbacks"]  # option and value
     for line in said.splitlines():
         if line.startswith("["):
             kind, content = json.loads(line)
@@ -228,8 +233,13 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
         yield _explain_unfinished(config, kind, tried, said, printed, code)
 
 
+def find_call_limit_s(config: Config) -> float:
+    """Return how long a call of a reward or of a callback may take in a check."""
+    return config.rollout.reward_timeout_s if isinstance(config, GRPOConfig) else CALLBACK_S
+
+
 def _explain_unfinished(
-    config: GRPOConfig, kind: str, tried: Sequence[str], said: str, printed: str, code: int | None
+    config: Config, kind: str, tried: Sequence[str], said: str, printed: str, code: int | None
 ) -> Refusal:
     """Return the refusal of an unfinished try, or a note, with its end and its place.
 
@@ -245,7 +255,11 @@ def _explain_unfinished(
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
         return refuse(why=f"ends the process{place}, {how}: {last}")
+    if kind == CALLS and option == CALLBACKS:
+        why = f"takes more than {find_call_limit_s(config):g} s{place}: training waits for each callback"
+        return refuse(why=why)
     if kind == CALLS:
+        assert isinstance(config, GRPOConfig), "only its rewards are called"
         limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
         why = f"takes more than {limit}{place}: the job would reject each such prompt"
         return refuse(why=why, related=("rollout.reward_timeout_s",))
@@ -261,6 +275,8 @@ def _environ(config: Config, workdir: Path) -> dict[str, str]:
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _is_own_code(config: GRPOConfig) -> bool:
+def _is_own_code(config: Config) -> bool:
+    if config.callbacks or not isinstance(config, GRPOConfig):
+        return bool(config.callbacks)
     rollout = config.rollout
     return any(":" in path for path in (rollout.workflow, config.actor.algorithm, *rollout.reward_functions))

@@ -85,6 +85,9 @@ class BaseExperimentConfig:
     """SGLang servers, if the allocation has them."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """How processes are started."""
+    callbacks: list[str] = field(default_factory=list)
+    """Classes `package.module:Class` whose methods on_step, on_evaluation, on_checkpoint and on_end the
+    trainer calls on rank 0. Their errors are logged and counted in `hpc-rl status`. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -300,5 +300,15 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 )
 
 
-RULES = [check_batch_of_ranks, check_too_long, check_no_servers]
+def check_callbacks(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse callbacks that are not import paths, or that are named twice."""
+    for number, path in enumerate(config.callbacks):
+        problem = "" if re.fullmatch(IMPORT_PATH, path) else "is not of the form package.module:Class"
+        if path in config.callbacks[:number]:
+            problem = "is named twice"
+        if problem:
+            yield Refusal(option="callbacks", value=repr(path), kind=Kind.VALUE, why=problem)
+
+
+RULES = [check_batch_of_ranks, check_too_long, check_no_servers, check_callbacks]
 GRPO_RULES = [check_groups, check_sampling, check_lengths, check_rollout, check_workflow_args, check_servers]

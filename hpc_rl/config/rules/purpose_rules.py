@@ -22,6 +22,7 @@ def check_purpose(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         "environments": (config.environments is not None, "set", "set environments=null"),
         "actor.init_from_scratch": (config.actor.init_from_scratch, "true", "give a model with weights"),
         "actor.use_lora": (config.actor.use_lora, "true", "use the merged model, with actor.use_lora=false"),
+        "callbacks": (bool(config.callbacks), ",".join(config.callbacks), "remove them"),
         "launcher.slurm.layout": (layout != "allocation", layout, "use layout allocation"),
     }
     for option, (is_wrong, value, use) in wrong.items():
