@@ -124,8 +124,9 @@ class SlurmScheduler:
         found = summarize_parts(listed)
         for job_id in job_ids:
             if job_id not in found:
-                waiting = [one for one in listed if has_waiting_task(one.job_id, job_id)]
-                found |= {job_id: replace(one, job_id=job_id) for one in waiting}
+                for one in listed:
+                    if has_waiting_task(one.job_id, job_id):
+                        found[job_id] = replace(one, job_id=job_id)
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
             found |= self.query_past(forgotten)

@@ -34,9 +34,8 @@ def create_callback(path: str) -> Any:
     try:
         one = made()
     except (Exception, SystemExit) as error:
-        raise refuse(
-            f"can't be created without arguments: {Raised.from_error(error, getattr(made, '__init__', made)).text}"
-        ) from error
+        raised = Raised.from_error(error, getattr(made, "__init__", made))
+        raise refuse(f"can't be created without arguments: {raised.text}") from error
     known = [point for point in POINTS if callable(getattr(one, point, None))]
     if not known:
         raise refuse(f"has none of the methods {', '.join(POINTS)}")

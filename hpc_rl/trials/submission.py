@@ -112,26 +112,44 @@ def submit(
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
         start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
-        made = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
+        made = prepare_directory(lock, loaded, plan, list(command), start, scheduler.name, avoid)
         lock.remove(trial.done)  # a trial that was done continues
         job_id, server_job_id = _submit_jobs(made, plan, scheduler, options)
         lock.keep()
-        record = JobRecord(
-            job_id=job_id,
-            scheduler=scheduler.name,
-            cluster=find_cluster_name() if scheduler.name == "slurm" else "",
-            time=time.time(),
-            command=tuple(_hide_secrets(command, loaded.config)),
-            tag=made.tag,
-            start_mode=start.mode,
-            from_step=start.situation.wanted,
-            new_batches=start.new_batches,
-            lineage_parent=recovery.parent if recovery else None,
-            changed=tuple(map(str, start.changes)),
-        )
-        write_json(trial.job(job_id), record.to_json())
-    trial_index.record_trial(trial)
+        record_job(made, loaded.config, job_id, scheduler, command, recovery)
     return replace(made, job_id=job_id, server_job_id=server_job_id)
+
+
+def record_job(
+    made: Submission,
+    config: Config,
+    job_id: str,
+    scheduler: Scheduler,
+    command: Sequence[str],
+    recovery: Recovery | None = None,
+    native_id: str = "",
+) -> None:
+    """Record a job that the scheduler accepted, in the trial and in the index of trials. Raises OSError.
+
+    `native_id` is the scheduler's id, where it differs from the trial's.
+    """
+    start = made.start
+    record = JobRecord(
+        job_id=job_id,
+        native_id=native_id,
+        scheduler=scheduler.name,
+        cluster=find_cluster_name() if scheduler.name == "slurm" else "",
+        time=time.time(),
+        command=tuple(_hide_secrets(command, config)),
+        tag=made.tag,
+        start_mode=start.mode,
+        from_step=start.situation.wanted,
+        new_batches=start.new_batches,
+        lineage_parent=recovery.parent if recovery else None,
+        changed=tuple(map(str, start.changes)),
+    )
+    write_json(made.trial.job(job_id), record.to_json())
+    trial_index.record_trial(made.trial)
 
 
 def _submit_jobs(
@@ -166,7 +184,7 @@ def render_to(
         start = FirstStart(trial, loaded.config)
         if trial.has_state():  # without state, its checkpoint may still be imported
             start.check()
-        return _prepare(lock, loaded, plan, list(command), start, pick(loaded.config.launcher.type))
+        return prepare_directory(lock, loaded, plan, list(command), start, pick(loaded.config.launcher.type))
 
 
 def check_submittable(
@@ -216,7 +234,7 @@ def check_idle(trial: Trial) -> None:
                 )
 
 
-def _prepare(
+def prepare_directory(
     lock: TrialLock,
     loaded: Loaded,
     plan: Plan,
