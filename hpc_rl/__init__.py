@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_rl.api.configuration import CheckReport, Configuration, check, load
+    from hpc_rl.api.sweep import Sweep, sweep
     from hpc_rl.api.tables import Records
     from hpc_rl.api.trial import Report, Result, Trial, Trials, list_trials, submit
+    from hpc_rl.core.callbacks import Callback, Event
     from hpc_rl.core.errors import (
         ConfigError,
         HpcRlError,
@@ -29,20 +31,25 @@ if TYPE_CHECKING:
     from hpc_rl.rollout.conversation import Conversation
     from hpc_rl.rollout.multi_turn import MultiTurn
     from hpc_rl.rollout.workflow import trajectory
+    from hpc_rl.status.sweep_report import SweepReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "CheckReport",
     "ConfigError",
     "Configuration",
     "Conversation",
+    "Event",
     "HpcRlError",
     "MultiTurn",
     "Records",
     "Report",
     "Result",
     "SchedulerError",
+    "Sweep",
+    "SweepReport",
     "Trajectory",
     "TrajectoryGroup",
     "Trial",
@@ -56,13 +63,16 @@ __all__ = [
     "list_trials",
     "load",
     "submit",
+    "sweep",
     "trajectory",
 ]
 # imported when they are asked for
 _MODULES = {
     "api.configuration": ("CheckReport", "Configuration", "check", "load"),
+    "api.sweep": ("Sweep", "sweep"),
     "api.tables": ("Records",),
     "api.trial": ("Report", "Result", "Trial", "Trials", "list_trials", "submit"),
+    "core.callbacks": ("Callback", "Event"),
     "core.errors": (
         "ConfigError",
         "HpcRlError",
@@ -76,6 +86,7 @@ _MODULES = {
     "rollout.conversation": ("Conversation",),
     "rollout.multi_turn": ("MultiTurn",),
     "rollout.workflow": ("trajectory",),
+    "status.sweep_report": ("SweepReport",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

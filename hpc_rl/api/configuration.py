@@ -146,7 +146,7 @@ def make_configuration(config: Configuration | PathLike, options: Mapping[str, A
 
 def format_options(options: Mapping[str, Any]) -> list[str]:
     """Return options as the command line has them, `a.b=VALUE`. Raises ConfigError."""
-    return [f"{name}={_format_value(name, value)}" for name, value in options.items()]
+    return [f"{name}={format_value(name, value)}" for name, value in options.items()]
 
 
 def _load(
@@ -156,7 +156,7 @@ def _load(
     return Configuration(sources, prepare.load_config(sources))
 
 
-def _format_value(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """Return a value as YAML. Raises ConfigError for one that YAML can't have."""
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")

@@ -22,6 +22,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, and train the model on this machine"),
     "check": ("check", "check a configuration without a submission; --episode runs one prompt"),
     "submit": ("submit", "check a configuration and submit it as a job"),
+    "sweep": ("sweep", "submit trials that differ in some options; compare their results"),
     "run": ("run", "run a configuration inside a Slurm allocation (salloc)"),
     "render": ("render", "write the job scripts of a configuration without a submission"),
     "generate": ("generate", "answer the prompts of a data set, and write completions with rewards"),

@@ -1,5 +1,6 @@
 """Slurm by its own commands (sbatch, squeue, sacct, scancel, scontrol, sinfo), with time limits."""
 
+import contextlib
 import datetime
 import logging
 import os
@@ -8,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl.core.errors import NoScheduler, SchedulerError
@@ -64,6 +65,20 @@ DEAD_NODES = ("down", "drained", "fail", "powered_down", "powering_down")
 # Slurm needs this to end a requeued job after its processes exited, with a site's epilog.
 ENDS_WITHIN_S = 15
 DEFAULT_KILL_WAIT_S = 30
+
+
+_reused: list[Node] | None = None  # the nodes, once they are known, within `reuse_nodes`
+
+
+@contextlib.contextmanager
+def reuse_nodes() -> Iterator[None]:
+    """Let one sinfo answer every question about the nodes in this block, for plans of several trials."""
+    global _reused
+    _reused = []
+    try:
+        yield
+    finally:
+        _reused = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,11 @@ class SlurmScheduler:
 
     def query_nodes(self) -> list[Node]:
         """Return every node of every partition, by one sinfo. Raises SchedulerError."""
-        return parse_sinfo(query_output(SINFO))
+        if _reused is None:
+            return parse_sinfo(query_output(SINFO))
+        if not _reused:
+            _reused.extend(parse_sinfo(query_output(SINFO)))
+        return _reused
 
     def test_only(self, script: str) -> TestAnswer:
         """Return whether Slurm would accept a script now. Raises SchedulerError."""

@@ -106,6 +106,12 @@ def is_held_out(metric: str) -> bool:
     return metric == HELD_OUT or metric.startswith("eval_")
 
 
+def is_lower_better(metric: str, history: History) -> bool:
+    """Return whether a smaller value of a metric is better: of losses, and of step times."""
+    name = history.held_out[0] if metric == HELD_OUT else metric
+    return "loss" in name or name.endswith("_s")
+
+
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a value from a file is a finite number in the range of a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max

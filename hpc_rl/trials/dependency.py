@@ -40,8 +40,7 @@ def make_sbatch_options(after: str, only_if_done: bool, config: Config, schedule
     seen = SlurmScheduler().query_states([job_id])[job_id]
     if seen.state.alive:
         kind = "afterok" if only_if_done else "afterany"
-        words = [f"{kind}:{job_id}", *([slurm.dependency] if slurm.dependency else [])]
-        return (f"--dependency={','.join(words)}",)
+        return join_dependencies(f"{kind}:{job_id}", slurm.dependency)
     if seen.state is State.UNKNOWN and not is_over:
         raise ConfigError(f"{flag} {after}: Slurm knows no job {job_id} (squeue, sacct).")
     if only_if_done and not (code == ExitCode.DONE if is_over else seen.state is State.DONE):
@@ -49,6 +48,11 @@ def make_sbatch_options(after: str, only_if_done: bool, config: Config, schedule
             f"{flag} {after}: job {job_id} has ended without success; fix that first, or use --after."
         )
     return ()
+
+
+def join_dependencies(word: str, configured: str | None) -> tuple[str, ...]:
+    """Return sbatch's option for a dependency, in addition to `launcher.slurm.dependency`."""
+    return (f"--dependency={','.join([word, *([configured] if configured else [])])}",)
 
 
 def _find_newest_job(name: str) -> tuple[str, int | None, bool]:
