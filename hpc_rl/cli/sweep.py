@@ -13,7 +13,15 @@ from hpc_rl.status.trial_state import describe_state
 from hpc_rl.trials import sweep_points
 from hpc_rl.trials.cancellation import cancel
 from hpc_rl.trials.prepare import ConfigSources, load_config
-from hpc_rl.trials.sweeps import Advance, SweepPlan, advance_sweep, find_sweep, load_statuses, plan_sweep
+from hpc_rl.trials.sweeps import (
+    Advance,
+    SweepPlan,
+    advance_sweep,
+    find_sweep,
+    list_live,
+    load_statuses,
+    plan_sweep,
+)
 
 POLL_S = 1.0  # between two looks at trials of this machine
 ABOUT = """Submit a trial for each combination of some options, or compare the trials of a sweep.
@@ -26,8 +34,8 @@ EPILOG = """examples:
   hpc-rl sweep grpo.yaml --list points.txt --max_running 4 --stop_early 20
   hpc-rl sweep --report first
 
-a.b=V1,V2 and a.b=1..4 vary; values in brackets or quotes, and --a.b V, are the same in all trials. A trial is
-named after its options. Means are over trials that differ in `seed` alone."""
+a.b=V1,V2 and a.b=1..4 vary; values in brackets or quotes, and --a.b V, are the same in all trials. The sweep
+has the name trial_name (--name NAME), and each trial is named after its options. Means are over trials that differ in `seed` alone."""
 
 
 def make_parser() -> CommandParser:
@@ -38,7 +46,6 @@ def make_parser() -> CommandParser:
     points.add_argument("--zip", action="store_true", help=together)
     lines = "a trial per line, as `a.b=1 c=2`; `-` reads the input"
     points.add_argument("--list", metavar="FILE", help=lines)
-    made.add_argument("--sweep_name", metavar="NAME", help="name of the sweep (default: trial_name)")
     running = "most trials that run at once (default: no limit on Slurm, 1 on this machine)"
     made.add_argument("--max_running", type=Count, metavar="N", help=running)
     metric = "metric to compare by (default: the held-out measure, else reward or loss)"
@@ -80,7 +87,7 @@ def make_plan(args: Namespace, command: list[str]) -> SweepPlan:
             raise ConfigError(f"--list names the trials; give {', '.join(varied)} one value, or no --list.")
         points = sweep_points.parse_list(_load_list(args.list), args.list)
     sources = ConfigSources("sweep", sources.files, shared, sources.presets, sources.cluster)
-    name = args.sweep_name or load_config(sources).config.trial_name
+    name = load_config(sources).config.trial_name
     trials = sweep_points.name_trials(name, points)
     return plan_sweep(
         sources,
@@ -135,8 +142,6 @@ def _advance(plan: SweepPlan, command: list[str], as_json: bool) -> int:
 
 def _wait_for_change(plan: SweepPlan, done: Advance) -> None:
     """Wait until fewer trials of this machine run."""
-    from hpc_rl.trials.sweeps import list_live
-
     while len(list_live(plan)) >= done.num_live:
         time.sleep(POLL_S)
 
