@@ -35,7 +35,8 @@ EPILOG = """examples:
   hpc-rl sweep --report first
 
 a.b=V1,V2 and a.b=1..4 vary; values in brackets or quotes, and --a.b V, are the same in all trials. The sweep
-has the name trial_name (--name NAME), and each trial is named after its options. Means are over trials that differ in `seed` alone."""
+has the name trial_name (--name NAME), and each trial is named after its options. Means are over trials that
+differ in `seed` alone."""
 
 
 def make_parser() -> CommandParser:

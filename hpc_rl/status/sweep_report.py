@@ -92,7 +92,8 @@ def make_sweep_report(sweep: Sweep, record: SweepRecord, statuses: Mapping[str, 
                 job_id=status.jobs[-1].job_id if status.jobs else "",
             )
         )
-    lower = any(is_lower_better(record.metric, status.history) for status in statuses.values())
+    measured = [one.history for one in statuses.values() if one.history.curve(record.metric)]
+    lower = any(is_lower_better(record.metric, history) for history in measured)
     return SweepReport(str(sweep), record.metric, lower, tuple(rows), _make_groups(rows, lower))
 
 
