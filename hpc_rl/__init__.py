@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from hpc_rl.api.trial import Report, Result, Trial, Trials, list_trials, submit
     from hpc_rl.core.callbacks import Callback, Event
     from hpc_rl.core.errors import (
+        CannotWrite,
         ConfigError,
         HpcRlError,
+        NothingToResume,
         SchedulerError,
+        TrialBusy,
         TrialFailed,
         TrialNameError,
         TrialStateError,
@@ -37,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "CannotWrite",
     "CheckReport",
     "ConfigError",
     "Configuration",
@@ -44,6 +48,7 @@ __all__ = [
     "Event",
     "HpcRlError",
     "MultiTurn",
+    "NothingToResume",
     "Records",
     "Report",
     "Result",
@@ -53,6 +58,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "Trial",
+    "TrialBusy",
     "TrialFailed",
     "TrialNameError",
     "TrialState",
@@ -74,9 +80,12 @@ _MODULES = {
     "api.trial": ("Report", "Result", "Trial", "Trials", "list_trials", "submit"),
     "core.callbacks": ("Callback", "Event"),
     "core.errors": (
+        "CannotWrite",
         "ConfigError",
         "HpcRlError",
+        "NothingToResume",
         "SchedulerError",
+        "TrialBusy",
         "TrialFailed",
         "TrialNameError",
         "TrialStateError",

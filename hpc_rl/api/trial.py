@@ -22,7 +22,7 @@ from hpc_rl.status.log_files import choose, collect
 from hpc_rl.status.scheduler_view import TrialWatch, load_current_status
 from hpc_rl.status.trial_report import TrialReport, list_facts, make_report
 from hpc_rl.status.trial_state import describe_state
-from hpc_rl.status.trial_status import TrialStatus, load_status
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import cancellation, listing, prepare, submission, trial_index
 
 POLL_S = 0.5  # between two looks at the files of a trial
@@ -31,13 +31,21 @@ NUM_LINES = 40  # of a log
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a trial that is done."""
+    """The outcome of a trial that is done.
 
-    step: int  # the last one
-    metrics: dict[str, Any]  # of the last step
-    held_out: float | None  # the newest main measure on held-out data
-    measure: str  # its name, such as `reward`; empty without held-out data
-    model: Path | None  # the final export, in Hugging Face format
+    Args:
+        step: The last one.
+        metrics: Of the last step.
+        held_out: The newest main measure on held-out data; None without such data.
+        measure: Its name, such as `reward`; empty without held-out data.
+        model: The final export, in Hugging Face format.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+    held_out: float | None
+    measure: str
+    model: Path | None
 
 
 class Report:
@@ -108,20 +116,20 @@ class Trial:
     @property
     def state(self) -> TrialState:
         """Its state now, after at most one query of the scheduler."""
-        return self.status().state
+        return load_current_status(self._trial).state
 
     @property
     def step(self) -> int:
         """The last trained step."""
         return load_status(self._trial).step
 
-    def status(self) -> TrialStatus:
-        """Return all that `hpc-rl status` knows."""
-        return load_current_status(self._trial)
+    def status(self) -> dict[str, Any]:
+        """Return what `hpc-rl status --json` prints, with the state of every attempt and role."""
+        return load_current_status(self._trial).to_json()
 
     def done(self) -> bool:
         """Return whether the trial is over: done, failed, cancelled or stopped."""
-        return self.status().over
+        return load_current_status(self._trial).over
 
     def wait(self, timeout_s: float | None = None) -> TrialState:
         """Wait until the trial is over, and return its state. Raises TimeoutError after `timeout_s`."""
@@ -140,7 +148,7 @@ class Trial:
         TimeoutError after `timeout_s`.
         """
         self.wait(timeout_s)
-        status = self.status()
+        status = load_current_status(self._trial)
         if status.state is not TrialState.DONE:
             raise TrialFailed(f"{self._trial}: {describe_state(status.state, status.reason)}\n{self.logs()}")
         measure, values = status.history.held_out
@@ -325,7 +333,7 @@ class Trial:
         return hash(os.path.realpath(self.dir))
 
     def _repr_html_(self) -> str:
-        status = self.status()
+        status = load_current_status(self._trial)
         total = f" of {status.total_steps}" if status.total_steps else ""
         rows: list[tuple[str, Any]] = [
             ("trial", status.trial),

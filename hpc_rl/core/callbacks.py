@@ -14,24 +14,27 @@ POINTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What happened, as a callback sees it."""
+    """What happened, as a callback sees it.
+
+    Args:
+        step: The step after which it happened; 0 before training.
+        metrics: Of the step, or of the evaluation, where their names begin with `eval_`.
+        total_steps: The last step of the trial, if it is known.
+        trial_dir: The directory of the trial.
+        path: The folder of the checkpoint, for `on_checkpoint`.
+        is_done: For `on_end`: whether the trial reached its last step; otherwise it stops and may continue.
+        is_check: Whether `hpc-rl check` or `submit` tries the callback, once, with an example.
+        job_id: The submission.
+    """
 
     step: int
-    """The step after which it happened; 0 before training."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Of the step, or of the evaluation, where their names begin with `eval_`."""
     total_steps: int | None = None
-    """The last step of the trial, if it is known."""
     trial_dir: Path
-    """The directory of the trial."""
     path: Path | None = None
-    """The folder of the checkpoint, for `on_checkpoint`."""
     is_done: bool = False
-    """For `on_end`: whether the trial reached its last step; otherwise a start of it stops."""
     is_check: bool = False
-    """Whether this is a call of `hpc-rl check` and `submit`, which try each callback once with an example."""
     job_id: str = ""
-    """The submission."""
 
     def stop(self, reason: str) -> None:
         """Stop the trial for good, as `hpc-rl cancel` does: it saves its state, and `recover` continues it.

@@ -78,6 +78,7 @@ class ConfigError(HpcRlError, ValueError):
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
+        """The refusals among the problems, with option, value, reason and remedy as fields."""
         return tuple(one for one in self.args if not isinstance(one, str))
 
     def __str__(self) -> str:

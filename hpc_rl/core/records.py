@@ -54,6 +54,7 @@ class TrialState(enum.StrEnum):
 
     @property
     def is_over(self) -> bool:
+        """Whether the trial has ended, or was never submitted."""
         return self not in (TrialState.PENDING, TrialState.RUNNING, TrialState.STOPPING, TrialState.UNKNOWN)
 
 

@@ -124,6 +124,7 @@ class TrajectoryGroup:
     shortened: list[str] = field(default_factory=list)  # names of shortened columns
 
     def oldest_step(self) -> int:
+        """Return the smallest step among the model's tokens of all trajectories, 0 without any."""
         return min((t.oldest_step() for t in self.trajectories), default=0)
 
     def lineages(self) -> set[int]:

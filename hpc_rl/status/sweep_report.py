@@ -40,7 +40,16 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """The results of a sweep, as of now. The best group comes first, and the best trial."""
+    """The results of a sweep, as of now.
+
+    Args:
+        name: `experiment/name`.
+        metric: By which trials are compared.
+        lower_is_better: Whether the smallest value is the best.
+        trials: Of each trial `name`, `dir`, `options`, `state`, `reason`, `step`, `value` and `job_id`.
+        groups: Trials that differ in the seed alone, the best mean first: `options`, `trials`, `values`,
+            `mean`, and `deviation` of the sample (None for less than two values).
+    """
 
     name: str
     metric: str
