@@ -85,10 +85,10 @@ def _format_signature(name: str, function: Any, skips_self: bool, returns: bool 
     shown = signature.replace(parameters=parameters)
     if not returns:
         shown = shown.replace(return_annotation=inspect.Signature.empty)
-    text = _MODULES.sub("", str(shown))
-    if len(name) + len(text) <= 100:
-        return f"{name}{text}"
-    result = text.rpartition(") -> ")[2] if returns and ") -> " in text else ""
+    form = _MODULES.sub("", str(shown))
+    if len(name) + len(form) <= 100:
+        return f"{name}{form}"
+    result = form.rpartition(") -> ")[2] if returns and ") -> " in form else ""
     lines = [_MODULES.sub("", str(one)) for one in parameters]
     named = next((number for number, one in enumerate(parameters) if one.kind is one.KEYWORD_ONLY), None)
     has_star = any(one.kind is one.VAR_POSITIONAL for one in parameters)

@@ -23,7 +23,6 @@ from hpc_rl.cli.options import (
     align_columns,
     print_result,
 )
-from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import flatten_line, format_size
@@ -40,6 +39,7 @@ from hpc_rl.trials.checkpoints import (
     choose_checkpoint,
     choose_export,
     find_damages,
+    find_usual_metric,
     make_row,
     request_checkpoint,
 )
@@ -93,8 +93,7 @@ def _list_checkpoints(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     rows = [make_row(one) for one in generation.scan(trial)]
     set_aside = sorted(path.name for path in (trial.recover / "set-aside").glob("*"))
-    usual = dict.fromkeys(name for names in METRICS.values() for name in names)
-    metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
+    metric = args.metric or find_usual_metric(rows)
     lines = _format_table(rows, metric) if rows else [_describe_none(trial)]
     lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
     versions = published_weights.list_versions(trial)

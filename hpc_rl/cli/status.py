@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.cli.follow import follow_trial
-from hpc_rl.cli.list import find_only_trial, format_table
+from hpc_rl.cli.list import find_only_trial, format_table, list_live_rows
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.core.errors import ConfigError, TrialStateError
 from hpc_rl.core.records import TrialState
@@ -14,7 +14,6 @@ from hpc_rl.status.scheduler_view import describe_complaint, query_if
 from hpc_rl.status.status_text import describe_trial, list_fruitless_starts
 from hpc_rl.status.trial_status import TrialStatus, load_status
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.listing import list_live_rows
 from hpc_rl.trials.next_steps import describe_next_steps
 
 SHOWN_ATTEMPTS = 5  # without --all

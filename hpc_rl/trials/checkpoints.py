@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hpc_rl.checkpoint.retention import hold, rank_best
 from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import list_training_paths
+from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialStateError
 from hpc_rl.core.records import TrialState
@@ -131,6 +132,12 @@ def make_row(one: Found) -> dict[str, Any]:
         "versions": made.versions if made else {},
         "time": written_at,
     }
+
+
+def find_usual_metric(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the metric that a trainer evaluates, as eval_reward, among those of rows; "" without one."""
+    usual = dict.fromkeys(name for names in METRICS.values() for name in names)
+    return next((name for row in rows for name in usual if name in row["metrics"]), "")
 
 
 def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
