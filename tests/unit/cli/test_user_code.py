@@ -252,3 +252,53 @@ def test_the_digest_of_a_reward_is_that_of_all_own_files_that_it_imports(tmp_pat
         (tmp_path / name).write_text(files[name] + "# more\n")
         changed[name] = digest() != before
     assert changed == dict.fromkeys(files, True) | {"own/__init__.py": False, "own/other.py": False}
+
+
+CALLBACKS = """
+import os
+class Good:
+    def on_step(self, event):
+        event.stop("never in a check")
+        print(event.metrics["reward"])
+    def on_checkpoint(self, event):
+        assert event.is_check and os.path.isdir(event.path)
+class Misspelt:
+    def on_evaluation(self, event):
+        return event.metrics["eval_rewrad"]
+class Ends:
+    def on_end(self, event): os._exit(4)
+class Loops:
+    def on_end(self, event):
+        while True: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Good", None),
+        (
+            "Misspelt",
+            "called as on_evaluation(event) with event.is_check, raises KeyError: 'eval_rewrad' (calls.py:",
+        ),
+        ("Ends", "ends the process, with code 4"),
+        ("Loops", "takes more than 1 s (calls.py:"),
+    ],
+)
+def test_callbacks_are_tried(name, words, config, capsys):
+    (config.parent / "calls.py").write_text(CALLBACKS)
+    options = [f"callbacks=[calls:{name}]", "rollout.reward_timeout_s=1"]
+    code = main(["submit", "--config", str(config), "--dry_run", *options])
+    said = "".join(capsys.readouterr())
+    assert code == (0 if words is None else 64), said
+    assert words is None or (words in said and "callbacks" in said)
+    assert not list(config.parent.rglob("cancel-*"))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("[Notify]", "is not of the form package.module:Class"), ("[a:B,a:B]", "is named twice")],
+)
+def test_callbacks_are_import_paths(value, words, config, capsys):
+    assert main(["submit", "--config", str(config), "--dry_run", f"callbacks={value}"]) == 64
+    assert words in capsys.readouterr().err

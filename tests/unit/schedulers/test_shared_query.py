@@ -248,3 +248,19 @@ def test_the_answer_is_private(tmp_path, poller):
     path = tmp_path / "polling" / "answer.json"
     assert path.stat().st_mode & 0o077 == 0
     assert json.loads(path.read_text())["sequence"] == 1
+
+
+def test_tasks_of_an_array_are_found_while_they_wait_run_and_have_ended(poller, clock, cluster):
+    cluster.has("7_0", State.RUNNING)
+    cluster.has("7_[1-3%1]", State.PENDING)
+    wanted = {f"7_{number}": clock.now - 60 for number in range(5)}
+    states = poller().look(wanted, UID).states
+    assert [states[f"7_{number}"].state for number in range(4)] == [State.RUNNING, *[State.PENDING] * 3]
+    assert states["7_2"].job_id == "7_2" and states["7_4"].native == NOT_LISTED
+    assert poller().look({"7": clock.now - 60}, UID).states["7"].state is State.RUNNING, "the whole array"
+    clock.now += 60
+    del cluster.jobs["7_[1-3%1]"]
+    cluster.has("7_0", State.DONE)
+    cluster.has("7_1", State.RUNNING)
+    states = poller().look(wanted, UID).states
+    assert (states["7_0"].state, states["7_1"].state) == (State.DONE, State.RUNNING)

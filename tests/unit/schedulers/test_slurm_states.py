@@ -13,6 +13,7 @@ from hpc_rl.schedulers.slurm_states import (
     explain_pending,
     find_state,
     find_whole_job,
+    has_waiting_task,
     summarize_parts,
 )
 
@@ -124,3 +125,20 @@ def test_a_job_lives_while_any_part_may(states, expected):
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "(launch_failed_requeued_held)"])
 def test_a_job_that_slurm_holds_after_a_failed_launch_says_what_to_do(reason):
     assert "scontrol release" in explain_pending(reason)[1]
+
+
+@pytest.mark.parametrize(
+    ("listed", "job_id", "is_there"),
+    [
+        ("7_[2-11%4]", "7_3", True),
+        ("7_[2-11%4]", "7_12", False),
+        ("7_[0,2-3,9]", "7_9", True),
+        ("7_[0,2-3,9]", "7_4", False),
+        ("7_[2-3]", "8_2", False),
+        ("7_[2-3]", "7", False),
+        ("7_2", "7_2", False),
+        ("7+0", "7_0", False),
+    ],
+)
+def test_tasks_that_wait_are_listed_together(listed, job_id, is_there):
+    assert has_waiting_task(listed, job_id) is is_there
