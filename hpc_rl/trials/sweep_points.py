@@ -12,7 +12,7 @@ from hpc_rl.core.trial import check_name
 Point = dict[str, str]  # option -> value, as typed
 MAX_TRIALS = 1000  # Slurm's usual limit of a job array is 1001
 MAX_NAME = 60  # characters of a name made of options; longer ones are numbered
-FIXED = ("experiment_name", "trial_name", "cluster.fileroot", "launcher.type")  # alike in all trials
+FIXED = ("experiment_name", "trial_name", "cluster.fileroot", "launcher.type", "callbacks")  # in all trials
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _UNFIT = re.compile(r"[^A-Za-z0-9._+=@-]+")
 
@@ -22,7 +22,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
 
     `a.b=1,2` varies, and so does `seed=1..4`, both ends included. A word that begins with `-`, a list in
     brackets, a mapping in braces and a quoted value are shared. Raises ConfigError for an option that varies
-    twice, or that can't vary.
+    twice.
     """
     shared: list[str] = []
     varied: dict[str, list[str]] = {}
@@ -39,7 +39,6 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
         if name in varied:
             raise ConfigError(f"{word}: {name} has values already; give all of them in one list.")
         varied[name] = values
-    _refuse_fixed(varied)
     return shared, varied
 
 
@@ -87,7 +86,6 @@ def parse_list(text: str, name: str) -> list[Point]:
                 raise ConfigError(f"{name}:{number}: {word!r} is not an option: write a.b=VALUE.")
         if words:
             points.append({key: value for key, _, value in (word.partition("=") for word in words)})
-    _refuse_fixed({key: "" for point in points for key in point})
     return points
 
 
@@ -95,7 +93,7 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
     """Return the trials of a sweep with their names: the sweep's, and the options that vary.
 
     Options are shortened to their last parts; where that is too long, or not unique, the trials are numbered.
-    Raises ConfigError for too few or too many trials, and for two equal ones.
+    Raises ConfigError for too few or too many trials, for two equal ones, and for options that can't vary.
     """
     if not points:
         raise ConfigError(
@@ -103,6 +101,8 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
         )
     if len(points) > MAX_TRIALS:
         raise ConfigError(f"the sweep has {len(points)} trials; allowed are {MAX_TRIALS}: make it smaller.")
+    if wrong := [name for name in FIXED if any(name in point for point in points)]:
+        raise ConfigError(f"{wrong[0]} can't vary in a sweep: all trials have the same.")
     seen: dict[tuple[tuple[str, str], ...], Point] = {}
     for point in points:
         key = tuple(sorted(point.items()))
@@ -122,8 +122,3 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
 def _format_point(point: Point) -> str:
     parts = (f"{name.rpartition('.')[2]}{value.rpartition('/')[2]}" for name, value in point.items())
     return "-".join(_UNFIT.sub("_", part) for part in parts)
-
-
-def _refuse_fixed(varied: Mapping[str, object]) -> None:
-    if wrong := [name for name in FIXED if name in varied]:
-        raise ConfigError(f"{wrong[0]} can't vary in a sweep: all trials have the same.")

@@ -53,7 +53,7 @@ def test_only_options_with_several_values_vary():
 )
 def test_what_can_not_vary_is_refused(words):
     with pytest.raises(ConfigError, match=words[0].partition("=")[0]):
-        split_options(words)
+        name_trials("first", make_grid(split_options(words)[1]))
 
 
 def test_pairs_need_equal_numbers():
