@@ -59,14 +59,11 @@ def test_callbacks_of_a_trial(tmp_path):
     assert told["reason"].startswith("cancelled by a callback: loss is low enough")
     assert told["checkpoint"] == told["step"] >= 4, "its state is saved"
     called = [json.loads(line) for line in (tmp_path / "called").read_text().splitlines()]
-    assert called[:4] == [
-        ["evaluation", 0, 100_000, False],
-        ["step", 1, 100_000, False],
-        ["step", 2, 100_000, False],
-        ["checkpoint", 2, 100_000, False],
-    ]
-    assert ["evaluation", 4, 100_000, False] in called
-    assert called[-1] == ["end", told["step"], 100_000, False]
+    names = [(what, step) for what, step, total, is_done in called if (total, is_done) == (100_000, False)]
+    assert names[:2] == [("step", 1), ("step", 2)] and len(names) == len(called)
+    assert names.index(("evaluation", 4)) < names.index(("step", 4))
+    assert {("checkpoint", 2), ("checkpoint", told["step"])} <= {*names}
+    assert names[-1] == ("end", told["step"])
     shown = hpc_rl("status", "called", cwd=tmp_path).stdout
     assert (
         "1 error; training continues. The last one: on_step of mine:Raises at step 2 raised RuntimeError"

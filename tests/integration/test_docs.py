@@ -41,6 +41,7 @@ from hpc_rl.rollout.rewards import BUILTINS
 from hpc_rl.rollout.tool_call import call_tool
 from hpc_rl.rollout.workflow import check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
+from hpc_rl.trials.sweep_points import split_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -345,6 +346,9 @@ def test_a_command_has_these_options(line, shell):
         args = args[name]
     if overrides := getattr(args, "overrides", None):
         there = [shell.here / file for file in getattr(args, "config", ()) if (shell.here / file).exists()]
+        if argv[0] == "sweep":  # the first value of each option
+            shared, varied = split_options(overrides)
+            overrides = [*shared, *(f"{name}={values[0]}" for name, values in varied.items())]
         load(there or [BASE], overrides, presets=getattr(args, "preset", ()))
 
 

@@ -40,8 +40,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             assert value._repr_html_()
     assert [trial.state for trial in names["trials"]] == ["done", "done"]
     frame = names["frames"]["lr-0.002"]
-    assert list(frame["step"]) == [*range(9)], "one row per step, and the evaluation before the first"
-    assert list(frame.loc[frame["eval_loss"].notna(), "step"]) == [0, 4, 8]
+    assert list(frame["step"]) == [*range(1, 9)], "one row per step"
+    assert list(frame.loc[frame["eval_loss"].notna(), "step"]) == [4, 8]
     assert len(names["figure"].data) == 2
     assert names["best"].name == "lr-0.002"
     assert names["fork"].step == 10
