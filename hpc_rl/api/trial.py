@@ -65,7 +65,10 @@ class Report:
         return self._report.goodput.share
 
     def html(self) -> str:
-        """Return the page of `hpc-rl report --html`. Raises ConfigError if plotly is not installed."""
+        """Return the page of `hpc-rl report TRIAL --html FILE`.
+
+        Raises ConfigError if plotly is not installed.
+        """
         from hpc_rl.status.report_page import make_page  # importing plotly takes time
 
         return make_page([self._report], time.time())
