@@ -70,9 +70,9 @@ class SweepReport:
     @property
     def best_trial(self) -> TrialRow | None:
         """The trial with the best value; None before the first value."""
+        sign = -1 if self.lower_is_better else 1
         known = [one for one in self.trials if one.value is not None]
-        pick = min if self.lower_is_better else max
-        return pick(known, key=lambda one: one.value or 0.0, default=None)
+        return max(known, key=lambda one: sign * (one.value or 0.0), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data, with the names of the best."""

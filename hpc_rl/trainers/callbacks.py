@@ -53,10 +53,10 @@ def create_callback(path: str) -> Any:
 class Callbacks:
     """The callbacks of a trainer incarnation. Rank 0 only.
 
-    `note` gets the activity, for the supervisor: if a callback hangs, the trainer is ended with its name.
+    `note` gets the activity and its step, for the supervisor: if a callback hangs, the trainer is ended with its name.
     """
 
-    def __init__(self, paths: Sequence[str], attempt: Attempt, note: Callable[[str], object]) -> None:
+    def __init__(self, paths: Sequence[str], attempt: Attempt, note: Callable[[str, int], object]) -> None:
         self._objects = [(path, create_callback(path)) for path in paths]
         self._attempt, self._note = attempt, note
         self.num_errors = 0
@@ -87,7 +87,7 @@ class Callbacks:
             method = getattr(one, point, None)
             if method is None:
                 continue
-            self._note(f"{DOING} {name}")
+            self._note(f"{DOING} {name}", step)
             try:
                 method(event)
             except (Exception, SystemExit) as error:

@@ -284,7 +284,7 @@ def _make_run(
         stack.callback(run.sinks.close)
         run.activity = Activity(attempt.activity("trainer", 0, start.incarnation))
         if config.callbacks:
-            run.callbacks = Callbacks(config.callbacks, attempt, lambda doing: run.does(doing, run.step))
+            run.callbacks = Callbacks(config.callbacks, attempt, run.does)
     if begun["manifest"] is not None:
         run.restore(begun["manifest"])
     return run

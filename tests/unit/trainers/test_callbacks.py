@@ -69,14 +69,16 @@ def test_a_callback_that_can_not_be_called_is_refused(name, words):
 
 
 def test_an_error_is_logged_with_its_place_and_training_continues(fake_trial, caplog):
-    doing: list[str] = []
-    made = Callbacks(["calls:Raises", "calls:Records"], fake_trial.trial.attempt("7.0"), doing.append)
+    doing: list[tuple[str, int]] = []
+    made = Callbacks(
+        ["calls:Raises", "calls:Records"], fake_trial.trial.attempt("7.0"), lambda *what: doing.append(what)
+    )
     import calls
 
     for step in (1, 2):
         made.call("on_step", step, {"reward": 0.5}, total_steps=9)
     assert calls.called == ["raises", (1, 0.5, 9), "raises", (2, 0.5, 9)]
-    assert doing == ["callback calls:Raises", "callback calls:Records"] * 2
+    assert doing == [(f"callback calls:{name}", step) for step in (1, 2) for name in ("Raises", "Records")]
     made.call("on_end", 2)
     made.call("on_checkpoint", 2)  # none has it, except the base class of Records
     told = made.list_metrics()
@@ -101,7 +103,7 @@ def test_errors_are_shown_by_status(fake_trial):
 
 def test_a_callback_may_stop_the_trial_with_a_reason(fake_trial):
     fake_trial.run_to(3)
-    made = Callbacks(["calls:Stops"], fake_trial.trial.attempt("7.0"), lambda doing: None)
+    made = Callbacks(["calls:Stops"], fake_trial.trial.attempt("7.0"), lambda doing, step: None)
     made.call("on_evaluation", 3, {"eval_reward": 0.9})
     assert load_object(fake_trial.trial.cancel_intent("7"))["reason"] == "good enough"
     fake_trial.ended("7.0", 75, "cancelled by the user")
