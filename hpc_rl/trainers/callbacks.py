@@ -53,7 +53,8 @@ def create_callback(path: str) -> Any:
 class Callbacks:
     """The callbacks of a trainer incarnation. Rank 0 only.
 
-    `note` gets the activity and its step, for the supervisor: if a callback hangs, the trainer is ended with its name.
+    `note` gets the activity and its step, for the supervisor: the trainer of a callback that hangs is ended,
+    and the reason has the callback's name.
     """
 
     def __init__(self, paths: Sequence[str], attempt: Attempt, note: Callable[[str, int], object]) -> None:
