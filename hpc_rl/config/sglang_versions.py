@@ -7,7 +7,7 @@ NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "tokenizer_path", "host", "port", "weight_version", "device", "sampling_defaults", "is_embedding",
     "incremental_streaming_output", "enable_lora", "max_lora_rank", "lora_target_modules",
-    "max_loras_per_batch", "lora_backend",
+    "max_loras_per_batch", "lora_backend", "nnodes", "node_rank", "dist_init_addr",
 )  # fmt: skip
 _RENAMED_0_5_23: Flags = {
     "tensor_parallel_size": "--tp-size",

@@ -7,7 +7,8 @@ NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "model", "tokenizer", "uds", "tensor_parallel_size", "enable_scale_out", "logprobs_mode",
     "generation_config", "worker_extension_cls", "runner", "weight_transfer_config", "enable_sleep_mode",
-    "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras",
+    "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "nnodes", "node_rank", "master_addr",
+    "master_port", "headless", "distributed_executor_backend",
 )  # fmt: skip
 
 FLAGS: dict[str, Flags] = {"0.32.0": list_flags(VLLMConfig, NO_FLAGS, _SET_BY_THE_ROLE, {})}

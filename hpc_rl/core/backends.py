@@ -18,6 +18,7 @@ class ServerBackend:
     supported: str = "d"  # dimensions that can be above 1 today
     on_gpus: bool = True  # whether it can use GPUs
     is_process: bool = True  # a separate process: only it gets the environment variables of servers
+    spans_nodes: bool = True  # whether a replica can have processes on several nodes
     # Options of its section: the maximum number of tokens in a sequence; a divisor of a server's units.
     context_option: str = ""
     divisor_option: str = ""
@@ -46,6 +47,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
         dimensions="d",
         on_gpus=False,
         is_process=False,
+        spans_nodes=False,
         lacks={
             "stop": "use gconfig.stop_token_ids, or sglang or vllm servers",
             **dict.fromkeys(("frequency_penalty", "min_p", "repetition_penalty"), "use sglang servers"),

@@ -80,6 +80,7 @@ class EventKind(enum.StrEnum):
     EXITED = "exited"
     RESTARTING = "restarting"
     GAVE_UP = "gave_up"
+    REPLACING = "replacing"  # another job is submitted for the servers of a lost node
     PROGRESS = "progress"  # a new generation
     NETWORK_UNCHECKED = "network_unchecked"  # the network check between the nodes failed to run
     NODE_SILENT = "node_silent"  # a node of the job no longer answers
@@ -200,6 +201,8 @@ class JobRecord(JsonRecord):
     native_id: str = ""  # Slurm's id, where it differs: `7_3` of task 3 of an array of trials
     serves: str = ""  # the submission that these servers serve
     num_tasks: int = 0  # of servers
+    first_task: int = 0  # number of the first one
+    replaces: str = ""  # the attempt whose lost servers these are
 
     @classmethod
     def read(cls, path: Path) -> JobRecord | None:

@@ -30,6 +30,11 @@ def rendezvous(attempt: str, incarnation: int) -> str:
     return f"trainer/{attempt}/{incarnation}"
 
 
+def member(attempt: str, index: int, incarnation: int, node_rank: int) -> str:
+    """Record of a replica's process on its node `node_rank`, above 0: {"url"}."""
+    return f"member/{attempt}/{index}/{incarnation}/{node_rank}"
+
+
 def watch(number: int) -> str:
     """Lease of a watch over the first node: {"attempt", "host"}. It identifies the newest watch."""
     return f"watch/{number}"

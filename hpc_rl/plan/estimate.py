@@ -144,6 +144,23 @@ class Estimate:
         return self.ranks_per_node * self.rank_host_bytes + sum(self.trainer.first.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServersEstimate:
+    """The estimate of a trial without a trainer; `problems` refuse it."""
+
+    servers: list[ServerMemory]
+    problems: list[Refusal]
+    notes: list[Refusal] = field(default_factory=list)
+
+
+def estimate_servers(config: Config, plan: Plan, models: Models) -> ServersEstimate | None:
+    """Return the needs of a planned trial without a trainer; None for an unknown kind of model."""
+    gpu_gb = config.cluster.gpu_mem_gb if plan.device == "cuda" else None
+    servers = _estimate_servers(config, plan, models, gpu_gb)
+    problems = [problem for server in servers if (problem := _refuse_server(server))]
+    return ServersEstimate(servers=servers, problems=problems) if servers else None
+
+
 def estimate(
     config: Config, plan: Plan, models: Models, num_rows: int | None = None, requests_memory: bool = False
 ) -> Estimate | None:
@@ -268,12 +285,12 @@ def _estimate_servers(config: Config, plan: Plan, models: Models, gpu_gb: int | 
 def _estimate_server(
     view: GRPOConfig, servers: Servers, shape: ModelShape, plan: Plan, gpu_gb: int | None
 ) -> ServerMemory:
-    """Return the memory of a server on each of its GPUs; on CPUs, of its process."""
+    """Return the memory of a server on each of its GPUs; on CPUs, of each of its ranks."""
     section, backend = getattr(view, servers.backend), SERVER_BACKENDS[servers.backend]
     on_gpus, cache_bytes, problem = plan.device == "cuda" and backend.on_gpus, None, ""
-    weight_bytes, token_bytes = _count_weights(section, servers, shape, servers.t if on_gpus else 1)
+    weight_bytes, token_bytes = _count_weights(section, servers, shape, servers.t)
     if not on_gpus:
-        given = view.launcher.inference_server_mem_per_gpu * servers.units_per_replica * MB
+        given = view.launcher.inference_server_mem_per_gpu * MB
         if backend.is_process or not view.actor.is_critic:
             cache_bytes = max(0.0, given - PROCESS_BYTES[False] - weight_bytes)
         else:
@@ -314,7 +331,9 @@ def _describe_too_large(
 ) -> str:
     section, usable = getattr(view, servers.backend), gpu_gb * GB * share
     weight_bytes, _ = _count_weights(section, servers, shape, servers.t)
-    sizes = (t for t in (2, 4, 8, 16) if servers.t < t <= max(view.cluster.n_gpus_per_node, 1))
+    n_nodes, n_gpus = view.cluster.n_nodes, view.cluster.n_gpus_per_node
+    within, spanning = range(2, n_gpus + 1), range(n_gpus, n_gpus * n_nodes, n_gpus)
+    sizes = (t for t in (2, 4, 8, 16, 32) if t > servers.t and (t in within or t in spanning))
     enough = next((t for t in sizes if sum(_count_weights(section, servers, shape, t)) < usable), None)
     fits = f"{servers.backend} with t{enough}" if enough else "larger GPUs"
     limit = f"{servers.backend}.{_SHARES[servers.backend]} {share:g} of cluster.gpu_mem_gb {gpu_gb}"

@@ -48,7 +48,10 @@ def make_plan(
     if contradictions := list(train_mesh.check(config, allocation)):
         raise ConfigError(*contradictions)
     train = allocation.train or Train("fsdp")
-    pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
+    pools = tuple(
+        PoolDemand(one.d or 0, one.units_per_replica, SERVER_BACKENDS[one.backend].spans_nodes)
+        for one in allocation.pools
+    )
     ranks = (train.num_units or 1) if has_trainer(config) else 0
     demand = Demand(ranks, pools, together=train.multiple, is_shared=allocation.colocate)
     if demand.units > MAX_UNITS:
@@ -109,7 +112,7 @@ def apply_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
     for group in plan.groups:
         group_cpus, group_mem_mb = _measure_largest_node(plan.units, group.nodes, threads_per_core)
         if plan.layout == "jobs" and group.name == "servers":
-            # Each server node has its own supervisor.
+            # Each task of the array has its own supervisor, on its first node.
             group_cpus += SUPERVISOR_CPUS
             group_mem_mb += SUPERVISOR_MEM_MB
         groups.append(replace(group, cpus_per_node=group_cpus, mem_mb_per_node=group_mem_mb))
@@ -199,7 +202,7 @@ def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[tuple[str,
     train, n_gpus = allocation.train, config.cluster.n_gpus_per_node
     pools, usual = "+".join(map(str, allocation.pools)), choose_server_backend(n_gpus)
     if allocation.evaluate:
-        yield "a trial that only evaluates is not implemented", "every trial evaluates at its end"
+        yield "it evaluates without a trainer", f"run `hpc-rl evaluate`, or add a trainer: {pools}+fsdp:d1"
     if pools and not train and has_trainer(config):
         alone = "or run `hpc-rl generate`, `evaluate` or `serve`, which need none"
         yield "it has no trainer", f"add a trainer: {pools}+fsdp:d1; {alone}"
@@ -213,11 +216,12 @@ def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[tuple[str,
         if servers.p > 1 and "p" not in backend.supported:
             use = f"use t: {servers.backend}:t{servers.units_per_replica}"
             yield f"{servers.backend} servers with p are not implemented", use
-        if servers.t > 1 and not n_gpus:
-            yield "t needs GPUs, but cluster.n_gpus_per_node is 0", f"use d, as {usual}:d{servers.t}"
-        if servers.t > max(n_gpus, 1):
-            most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
-            yield "a server that spans nodes is not implemented", most
+        if n_gpus and servers.t > n_gpus and servers.t % n_gpus:
+            why = f"a server with t{servers.t} spans nodes, and must have all GPUs of each"
+            yield why, f"use a t that is a multiple of cluster.n_gpus_per_node, {n_gpus}"
+        if n_gpus and servers.t > n_gpus and allocation.colocate:
+            why = "servers that take turns with the trainer can't span nodes"
+            yield why, f"use t at most {n_gpus}, or separate nodes: {pools}+{train}"
 
 
 # -- placement
@@ -293,21 +297,22 @@ def _make_units(config: Config, allocation: Allocation, placement: Placement) ->
         return [trainer]
     server_env = list_open_variables(config, "inference_server_env_vars")
     places = enumerate(placement.servers)  # of all pools in turn
+    spans = placement.spans or (1,) * len(allocation.pools)
     replicas = [
         Unit(
             role="server",
             index=index,
             pool=servers.pool,
-            nodes=[node],
-            cpus_per_task=launcher.inference_server_cpus_per_gpu * servers.units_per_replica,
-            mem_mb_per_task=launcher.inference_server_mem_per_gpu * servers.units_per_replica,
-            gpus_per_task=servers.units_per_replica if on_gpus else 0,
+            nodes=list(range(node, node + span)),
+            cpus_per_task=launcher.inference_server_cpus_per_gpu * (servers.units_per_replica // span),
+            mem_mb_per_task=launcher.inference_server_mem_per_gpu * (servers.units_per_replica // span),
+            gpus_per_task=servers.units_per_replica // span if on_gpus else 0,
             gpu_offset=gpu,
             module="hpc_rl.roles.server",
             # The role passes them to a process of the backend, and must not have them itself.
             env={} if SERVER_BACKENDS[servers.backend].is_process else server_env,
         )
-        for servers in allocation.pools
+        for servers, span in zip(allocation.pools, spans, strict=True)
         for index, (node, gpu) in islice(places, servers.d)
     ]
     rollout = Unit(
@@ -397,6 +402,19 @@ def _make_groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
                 why=f"needs nodes with servers only, but the trainer is on all {config.cluster.n_nodes}",
                 use="use more nodes, or layout allocation",
                 related=("allocation_mode", "cluster.n_nodes"),
+            )
+        )
+    spans = sorted({len(unit.nodes) for unit in units if unit.role == "server"})
+    if layout == "jobs" and len(spans) > 1:
+        sizes = " and on ".join(map(str, spans))
+        raise DoesNotFit(
+            Refusal(
+                option="launcher.slurm.layout",
+                value=layout,
+                kind=Kind.CONFLICT,
+                why=f"needs servers on equal numbers of nodes, but some are on {sizes}",
+                use="use layout allocation",
+                related=("allocation_mode",),
             )
         )
     return [

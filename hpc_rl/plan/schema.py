@@ -172,6 +172,19 @@ class Plan:
         same = [one for one in self.units if one.step == step]
         return sorted(same, key=lambda one: (one.gpu_offset, one.index)) or [unit]
 
+    def list_server_tasks(self) -> list[list[int]]:
+        """Return the nodes of each task of the array of servers: one node, or all nodes of its replicas.
+
+        They have servers alone.
+        """
+        others = {node for unit in self.units if unit.role != "server" for node in unit.nodes}
+        tasks: list[list[int]] = []
+        for node in range(self.n_nodes):
+            here = [unit.nodes for unit in self.units if unit.role == "server" and node in unit.nodes]
+            if here and node not in others and (largest := max(here, key=len)) not in tasks:
+                tasks.append(largest)
+        return tasks
+
     def list_units_on(self, nodes: list[int]) -> list[Unit]:
         """Return the units on these nodes, with node indexes that count from 0 there."""
         place = {node: index for index, node in enumerate(nodes)}

@@ -54,18 +54,25 @@ class SbatchRequests:
         }
 
     def describe_servers(self) -> dict[str, Any]:
-        """Return the values of servers.sbatch: an array with one task for each server node."""
+        """Return the values of servers.sbatch: an array with one task for each server node.
+
+        Replicas that span nodes have a task together. In layout allocation a job gets only the tasks of lost
+        nodes, as options on the command line.
+        """
         slurm, group = select_servers(self.slurm), self.plan.find_group("servers")
+        tasks = self.plan.list_server_tasks()
         throttle = f"%{slurm.servers.max_running}" if slurm.servers.max_running else ""
         # A server is requeued in any recover.mode: it has no state to lose.
         given = self._make_options(
             slurm, f"{self.trial.job_name}.servers", f"{self.tag}:servers", "%A_%a.out", saves=True
         )
-        given["array"] = f"0-{len(group.nodes) - 1}{throttle}"
+        given["array"] = f"0-{len(tasks) - 1}{throttle}"
         given["dependency"] = None  # only the trial waits for other jobs
-        one = replace(group, nodes=group.nodes[:1])
+        if max(map(len, tasks)) > 1:
+            given["no-kill"] = None  # a replica needs all its nodes: Slurm starts the task again elsewhere
+        one = replace(group, nodes=tasks[0])
         return self._make_values(slurm, one, given) | {
-            "n_nodes": 1,
+            "n_nodes": 1,  # watched by Slurm alone
             "layout": "jobs",
             "backend": "sbatch",
             "mode": "auto",

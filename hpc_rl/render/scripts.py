@@ -22,7 +22,7 @@ from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.schedulers.submitit import PARAMETERS
 
 TRIAL, LOCAL = "trial.sbatch", "local.sh"
-SERVERS = "servers.sbatch"  # additional script of layout jobs
+SERVERS = "servers.sbatch"  # of the server nodes of layout jobs, or of lost nodes of layout allocation
 SITE, STEPS = "site.sh", "steps.sh"
 
 
@@ -94,7 +94,8 @@ def render(
     requests = layouts.SbatchRequests(slurm, plan, trial, stamp.tag, str(stamp.workdir), stamp.avoid)
     texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
     texts[TRIAL] = _render(jinja, TRIAL, trial, common | requests.describe_trial())
-    if plan.layout == "jobs":
+    replaces = slurm.replace_servers and slurm.backend == "sbatch" and plan.layout == "allocation"
+    if plan.layout == "jobs" or (replaces and plan.list_server_tasks()):
         texts[SERVERS] = _render(jinja, SERVERS, trial, common | requests.describe_servers())
     if slurm.backend == "submitit":
         texts[PARAMETERS] = requests.make_submitit_parameters()

@@ -107,8 +107,11 @@ def make_plan_lines(plan: Plan) -> list[str]:
         nodes = _format_nodes(list(range(plan.n_nodes)))
         rows.append((nodes, "turns", "servers and trainer use the same units, one after the other"))
     if plan.layout == "jobs":
-        servers = plan.find_group("servers").nodes
-        text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"
+        servers, tasks = plan.find_group("servers").nodes, plan.list_server_tasks()
+        each = f"each of these {len(tasks)} nodes"
+        if len(tasks[0]) > 1:
+            each = f"each {len(tasks[0])} of these {len(servers)} nodes"
+        text = f"servers.sbatch starts one task, with a supervisor, for {each}"
         rows.append((_format_nodes(servers), "array", text))
     width = max(len(nodes) for nodes, _, _ in rows)
     return [f"{nodes:<{width}}  {role:<10}  {text}" for nodes, role, text in rows]
@@ -116,18 +119,20 @@ def make_plan_lines(plan: Plan) -> list[str]:
 
 def _make_server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
     """Return a row for each range of nodes with the same number of replicas of the same pool."""
-    on_node: dict[tuple[str, int], list[Unit]] = {}
+    on_node: dict[tuple[str, tuple[int, ...]], list[Unit]] = {}
     for unit in units:
-        on_node.setdefault((unit.pool, unit.nodes[0]), []).append(unit)
+        on_node.setdefault((unit.pool, tuple(unit.nodes)), []).append(unit)
     rows = []
     for (pool, number), same in groupby(on_node.items(), key=lambda item: (item[0][0], len(item[1]))):
         places = list(same)
-        nodes = [node for (_, node), _ in places]
+        nodes = [node for (_, several), _ in places for node in several]
         indexes = sorted(unit.index for _, replicas in places for unit in replicas)
         which = f"server {_format_range(indexes)}" + (
             "" if pool in ("", DEFAULT_POOL) else f" of pool {pool}"
         )
-        each = f"{_format_count(number, 'replica')} on each node, " if len(places) > 1 else ""
+        (_, several), _ = places[0]
+        where = "node" if len(several) == 1 else f"{len(several)} nodes"
+        each = f"{_format_count(number, 'replica')} on each {where}, " if len(places) > 1 else ""
         rows.append((_format_nodes(nodes), "server", f"{which}: {each}{_describe_size(places[0][1][0])}"))
     return rows
 

@@ -119,9 +119,9 @@ def _exit_code(error: HpcRlError) -> int:
 
 
 def _run_servers(attempt: Attempt, plan: Plan, config: Config, kind: str) -> int:
-    """Run one server node of layout `jobs`; the task number of the array selects it."""
-    node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
-    own = (plan.list_units_on([node]), os.environ.get("HPC_RL_TRIAL_JOB", ""))
+    """Run the server nodes of one task of layout `jobs`; the task's number in the array selects them."""
+    nodes = plan.list_server_tasks()[int(os.environ["HPC_RL_ARRAY_TASK"])]
+    own = (plan.list_units_on(nodes), os.environ.get("HPC_RL_TRIAL_JOB", ""))
     return ServerRunner(attempt, plan, config, open_steps(kind, plan), JobEndTime(), *own).run()
 
 

@@ -19,15 +19,19 @@ Answer = tuple[int, Any]  # HTTP status and JSON body
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """The place of one replica: its index, device and files."""
+    """The place of one replica, or of its part on one node: its index, device and files."""
 
     index: int
     device: str  # cpu | cuda
-    num_gpus: int
+    num_gpus: int  # of the replica, on all its nodes; on a CPU, the number of its ranks
     log: Path  # output of a subprocess
     secret: Path  # configuration file with the API key of a subprocess
     address: str = LOOPBACK  # of this host, for the trial's processes
     shares_gpus: bool = False  # with the trainer: the backend must be able to release its memory
+    num_nodes: int = 1  # of the replica
+    node_rank: int = 0  # of this node among them
+    # Address and port of the process group of a replica that spans nodes: its first node listens there.
+    rendezvous: tuple[str, int] = ("", 0)
 
 
 @dataclass(frozen=True)

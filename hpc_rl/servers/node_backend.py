@@ -3,7 +3,8 @@
 `/prepare_weights` brings the copy to a version while the backend generates; `/update_weights_from_disk` then
 loads it from there. All replicas of a node share the copy. Checkpoints that are not published weights are
 copied only with `cluster.local_dir`. An older version than the node's copy, for an evaluation, gets a copy of
-its own while the backend loads it.
+its own while the backend loads it. If the replica spans nodes, its members do all this on the other nodes, at
+the same paths.
 """
 
 import asyncio
@@ -11,7 +12,8 @@ import logging
 import os
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.base import Answer, Backend, Receiver
 from hpc_rl.servers.client import DAMAGED_STATUS
+from hpc_rl.servers.members import Members, run_all
 from hpc_rl.servers.wire import SendParts, make_refusal
 from hpc_rl.weight_files.model_copy import ModelCopy
 
@@ -35,6 +38,7 @@ class NodeBackend:
     copy: ModelCopy | None
     copies: NodeCopies
     base: str = ""  # path of the model that published adapters belong to
+    members: Members | None = None  # of a replica that spans nodes
 
     @property
     def receiver(self) -> Receiver | None:
@@ -54,18 +58,55 @@ class NodeBackend:
             hold = copy.hold(WeightVersion.parse(version))
             model = await asyncio.to_thread(held.enter_context, hold)
             if not is_adapter(model):
-                await self.backend.start(str(model), version)
+                await self._start_everywhere(str(model), version, copy)
                 return
             await self._start_checkpoint(self.base, "")
-            body = {"model_path": str(model), "weight_version": version}
-            status, answer = await self.backend.request("/update_weights_from_disk", body)
+            async with self._held_by_members(copy, version):
+                body = {"model_path": str(model), "weight_version": version}
+                status, answer = await self.backend.request("/update_weights_from_disk", body)
             if status != 200:
                 raise RoleFailed(f"the adapter of version {version} can't be loaded: {answer}")
 
     async def _start_checkpoint(self, path: str, version: str) -> None:
         with ExitStack() as held:
             own = await asyncio.to_thread(held.enter_context, self.copies.open_copy(path))
-            await self.backend.start(own, version)
+            await self._start_everywhere(own, version, None, path)
+
+    async def _start_everywhere(
+        self, path: str, version: str, copy: ModelCopy | None, shared_path: str = ""
+    ) -> None:
+        """Start the backend on `path`, and the members on their copies, or on the checkpoint `shared_path`.
+
+        Raises RoleFailed if a member is lost meanwhile.
+        """
+        if not self.members:
+            await self.backend.start(path, version)
+            return
+        await self.members.start(shared_path, copy, version)
+        try:
+            started = asyncio.ensure_future(self.backend.start(path, version))
+            lost = asyncio.ensure_future(self.members.wait_for_loss())
+            try:
+                done, _ = await asyncio.wait({started, lost}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                started.cancel()
+                lost.cancel()
+        finally:
+            await self.members.release()
+
+    @asynccontextmanager
+    async def _held_by_members(self, copy: ModelCopy, version: str) -> AsyncIterator[None]:
+        """Keep the copies of the other nodes as they are; then remove copies of an older version."""
+        if not self.members:
+            yield
+            return
+        try:
+            await self.members.hold(copy, version)
+            yield
+        finally:
+            await self.members.release(copy if copy is not self.copy else None)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         if self.copy is None or path not in ("/prepare_weights", "/update_weights_from_disk"):
@@ -80,7 +121,8 @@ class NodeBackend:
             with ExitStack() as held:
                 held.callback(self._drop_older, copy)
                 model = await asyncio.to_thread(held.enter_context, copy.hold(version))
-                return await self.backend.request(path, {**body, "model_path": str(model)})
+                async with self._held_by_members(copy, str(version)):
+                    return await self.backend.request(path, {**body, "model_path": str(model)})
         except Damaged as error:
             return DAMAGED_STATUS, {"error": "damaged", "message": str(error)}
         except ValueError as error:
@@ -97,7 +139,9 @@ class NodeBackend:
         version, start = WeightVersion.parse(label), time.monotonic()
         at = self.copy.find_version()
         copy = self.copy if at is None or at <= version else self._make_older()
-        num_bytes = await asyncio.to_thread(copy.bring_to, version)
+        own = asyncio.ensure_future(asyncio.to_thread(copy.bring_to, version))
+        await run_all(own, *([self.members.prepare(copy, label)] if self.members else []))
+        num_bytes = own.result()
         if num_bytes:  # no other replica of the node has done it
             form = "the server has copied weights %s to %s: %.3f GB in %.1f s"
             logger.info(form, label, copy.model, num_bytes / 1e9, time.monotonic() - start)
@@ -113,7 +157,11 @@ class NodeBackend:
             shutil.rmtree(copy.folder, ignore_errors=True)
 
     def alive(self) -> str:
-        return self.backend.alive()
+        return self.backend.alive() or (self.members.problem if self.members else "")
 
     async def stop(self) -> None:
+        if self.members:
+            await self.members.announce_stop()
         await self.backend.stop()
+        if self.members:
+            await self.members.close()

@@ -41,6 +41,7 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=30)
 LAST_LINES = 20  # of its log, in error messages
 _PYTHON = "launcher.inference_server_python"
 END_GRACE_S = 15.0
+MEMBER_GRACE_S = 1.0
 
 
 def choose_table(tables: Mapping[str, Flags], name: str, version: str, configured: str) -> tuple[Flags, str]:
@@ -94,6 +95,7 @@ class ServerProcess:
     env: dict[str, str]
     log: Path  # of the server's output
     ready_timeout_s: float = 600.0  # from the start to the first healthy answer
+    end_grace_s: float = END_GRACE_S  # before it is killed
 
     _process: TiedProcess | None = None
     _session: aiohttp.ClientSession | None = None
@@ -145,9 +147,7 @@ class ServerProcess:
         begin = time.monotonic()
         self._url, self._session = url, session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
-            self._process = TiedProcess([self.python, *argv], self.env, output)
-        logger.info("%s starts as process %d: %s", self.name, self.pid, " ".join(argv))
+        self.launch(argv)
         while True:
             problem = self.alive()
             if not problem and time.monotonic() - begin > self.ready_timeout_s:
@@ -163,6 +163,17 @@ class ServerProcess:
             await asyncio.sleep(0.25)
         logger.info("%s is ready after %.0f s", self.name, time.monotonic() - begin)
 
+    def launch_member(self, argv: Sequence[str]) -> None:
+        """Start a program that ends with another one elsewhere: it does not obey TERM."""
+        self.end_grace_s = MEMBER_GRACE_S
+        self.launch(argv)
+
+    def launch(self, argv: Sequence[str]) -> None:
+        """Start the process, and do not wait until it serves."""
+        with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+            self._process = TiedProcess([self.python, *argv], self.env, output)
+        logger.info("%s starts as process %d: %s", self.name, self.pid, " ".join(argv))
+
     def alive(self) -> str:
         """Return why the server ended; "" while it runs."""
         status = self._process.exit_status() if self._process else ""
@@ -175,7 +186,7 @@ class ServerProcess:
         if self._session:
             await self._session.close()
         if self._process:
-            await asyncio.to_thread(self._process.end, END_GRACE_S)
+            await asyncio.to_thread(self._process.end, self.end_grace_s)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         """POST `body` to `path`, or GET `path` if `body` is None. Returns 503 without an answer."""

@@ -1,8 +1,8 @@
 """The SGLang backend: one SGLang server in a subprocess on loopback; requests are forwarded unchanged.
 
 If the client accepts parts, a request is streamed (streams.py). A pause with mode `retract` interrupts these.
-The server gets a new API key in a config file with mode 0600. Reward models are served by /classify. Replicas
-that span several nodes are not supported.
+The server gets a new API key in a config file with mode 0600. Reward models are served by /classify. If a
+replica spans nodes, each of them has such a process; only the first one's gets requests (members.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import shutil
 import struct
@@ -92,6 +93,23 @@ def make_settings(
     return select_settings(settings)
 
 
+def make_cpu_environment(num_ranks: int) -> dict[str, str]:
+    """Return the environment on a CPU: each rank may use all CPUs of this process.
+
+    By default SGLang wants a NUMA node for each rank, also of those on other nodes.
+    """
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cpus] * num_ranks)} if num_ranks > 1 else {}
+    return {"SGLANG_USE_CPU_ENGINE": "1", **bound}
+
+
+def make_node_settings(place: ReplicaPlace) -> dict[str, Setting]:
+    """Return the settings of one node of a replica that spans nodes."""
+    host, port = place.rendezvous
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": address}
+
+
 def make_adapter_settings(actor: PPOActorConfig, device: str) -> dict[str, Setting]:
     """Return the settings of a server that gets adapters."""
     sizes = {"max_lora_rank": actor.lora_rank, "max_loras_per_batch": NUM_AT_ONCE}
@@ -121,12 +139,15 @@ class SGLangBackend:
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
-        env = {"SGLANG_USE_CPU_ENGINE": "1"} if place.device == "cpu" else {}
+        env = make_cpu_environment(place.num_gpus) if place.device == "cpu" else {}
         receiver = None
         if config.actor.weight_update_mode == "xccl" and not config.actor.is_critic:
             receiver = Receiver("gloo" if place.device == "cpu" else "nccl", max(1, place.num_gpus))
+        if receiver or place.num_nodes > 1:
             env |= list_interface_variables(place.address)
         settings = make_settings(config.sglang, place.device, max(1, place.num_gpus), place.index)
+        if place.num_nodes > 1:
+            settings |= make_node_settings(place)
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor, place.device)
         if place.shares_gpus and place.device != "cpu":  # where nothing can be released
@@ -142,20 +163,28 @@ class SGLangBackend:
         )
 
     async def start(self, path: str, version: str) -> None:
+        key = secrets.token_hex(32)
+        argv, port = await self._make_command(path, version, key)
+        await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(reuse_connections=False), key)
+        self._streams.start(version or "none")
+        if self.settings.get("is_embedding"):
+            await self._zero_bias(Path(path))
+
+    async def start_member(self, path: str) -> None:
+        argv, _ = await self._make_command(path, "", secrets.token_hex(32))
+        self.process.launch_member(argv)
+
+    async def _make_command(self, path: str, version: str, key: str) -> tuple[list[str], int]:
+        """Write the config file with the key; return the arguments, and the port in them."""
         flags, warning = choose_table(FLAGS, NAME, await self.process.version(), self.version)
         if warning:
             logger.warning(warning)
-        key = secrets.token_hex(32)
         with bind("127.0.0.1") as sock:  # free now; if SGLang loses the race for the port, it is restarted
             port = sock.getsockname()[1]
         write_atomic(self.secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
         files = {"config_file": str(self.secret), "model_path": path}
         settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
-        argv = ["-m", "sglang.launch_server", *make_arguments(settings, self.extra_args, flags)]
-        await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(reuse_connections=False), key)
-        self._streams.start(version or "none")
-        if self.settings.get("is_embedding"):
-            await self._zero_bias(Path(path))
+        return ["-m", "sglang.launch_server", *make_arguments(settings, self.extra_args, flags)], port
 
     async def _zero_bias(self, model: Path) -> None:
         """Set the bias of a reward model's head to 0: no checkpoint has it, and SGLang leaves it random."""

@@ -1,8 +1,9 @@
 """The vLLM backend: one vLLM server in a subprocess, behind SGLang's native API.
 
 vLLM's API for pausing and weight updates has no key. So the server opens no port: it listens on a socket in a
-directory that only its user can enter. Not supported: replicas that span several nodes, and log-probabilities
-with top_p, top_k or min_p (vLLM reports them over the remaining tokens only).
+directory that only its user can enter. If a replica spans nodes, each of them has such a process; only the
+first one's gets requests (members.py). Not supported: log-probabilities with top_p, top_k or min_p (vLLM
+reports them over the remaining tokens only).
 """
 
 from __future__ import annotations
@@ -128,6 +129,14 @@ def make_settings(
     if receives:
         settings["weight_transfer_config"] = json.dumps({"backend": TRANSFER_ENGINE})
     return select_settings(settings)
+
+
+def make_node_settings(place: ReplicaPlace) -> dict[str, Setting]:
+    """Return the settings of one node of a replica that spans nodes."""
+    host, port = place.rendezvous
+    found: dict[str, Setting] = {"nnodes": place.num_nodes, "node_rank": place.node_rank}
+    found |= {"master_addr": host, "master_port": port, "distributed_executor_backend": "mp"}
+    return found | ({"headless": True} if place.node_rank else {})
 
 
 def make_adapter_settings(rank: int) -> dict[str, Setting]:
@@ -264,8 +273,12 @@ class VLLMBackend:
         num_ranks, receiver = max(1, place.num_gpus), None
         if config.actor.weight_update_mode == "xccl" and not config.actor.is_critic:
             receiver = Receiver("gloo" if place.device == "cpu" else "nccl", num_ranks)
+        if receiver or place.num_nodes > 1:
             env |= list_interface_variables(place.address)
         settings = make_settings(config.vllm, place.device, num_ranks, place.index, receiver is not None)
+        if place.num_nodes > 1:
+            settings |= make_node_settings(place)
+            env["VLLM_HOST_IP"] = place.address
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor.lora_rank)
             env |= ADAPTER_ENVIRONMENT
@@ -283,18 +296,8 @@ class VLLMBackend:
         )
 
     async def start(self, path: str, version: str) -> None:
-        flags, warning = choose_table(FLAGS, NAME, await self.process.version(), self.version)
-        if warning:
-            logger.warning(warning)
         self.socket = make_private_socket()
-        if "worker_extension_cls" in self.settings:
-            folder, env = self.socket.parent, self.process.env
-            # the code of a trial is in a zip file
-            source = resources.files("hpc_rl.servers").joinpath("vllm_worker.py").read_text()
-            (folder / f"{WORKER_MODULE}.py").write_text(source)
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
-        settings = {"model": path, **self.settings, "uds": str(self.socket)}
-        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
+        argv = await self._make_command(self.socket.parent, {"model": path, "uds": str(self.socket)})
         # no idle connection: vLLM may close it in the moment of a request, and the request would fail
         connector = aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         session = aiohttp.ClientSession(connector=connector)
@@ -310,6 +313,24 @@ class VLLMBackend:
             raise RoleFailed(
                 f"vLLM has started, but its first generation failed: {answer}; see {self.process.log}"
             )
+
+    async def start_member(self, path: str) -> None:
+        self.socket = make_private_socket()  # of the directory of its worker; headless, it does not listen
+        self.process.launch_member(await self._make_command(self.socket.parent, {"model": path}))
+
+    async def _make_command(self, folder: Path, own: dict[str, Setting]) -> list[str]:
+        """Write the worker's extension into a private directory; return the arguments."""
+        flags, warning = choose_table(FLAGS, NAME, await self.process.version(), self.version)
+        if warning:
+            logger.warning(warning)
+        if "worker_extension_cls" in self.settings:
+            env = self.process.env
+            # the code of a trial is in a zip file
+            source = resources.files("hpc_rl.servers").joinpath("vllm_worker.py").read_text()
+            (folder / f"{WORKER_MODULE}.py").write_text(source)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
+        arguments = make_arguments(own | self.settings, self.extra_args, flags)
+        return ["-m", "vllm.entrypoints.cli.main", "serve", *arguments]
 
     async def prepare_changes(self, folder: Path) -> None:
         """Do nothing: the next version is loaded from the node's copy."""

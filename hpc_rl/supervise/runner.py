@@ -27,6 +27,7 @@ from hpc_rl.supervise.failure_policy import (
 from hpc_rl.supervise.host_watch import ISOLATED_S, HostWatch
 from hpc_rl.supervise.network_check import NetworkFindings, Preflight
 from hpc_rl.supervise.processes import Steps, describe_unplaced
+from hpc_rl.supervise.replacements import Replacements
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerate_errors
 from hpc_rl.weights import disk
@@ -59,6 +60,7 @@ class TrialRunner(UnitLoop):
         self._history_bytes = disk.find_history_bytes(config)
         self._hosts: HostWatch | None = None
         self._silent: dict[str, float] = {}  # silent nodes, with the seconds
+        self._replacements = Replacements(attempt, plan, lambda: self.clock())
         self._lease: Lease | None = None
         self._registrar: Registrar | None = None
         self._generations: set[tuple[str, int]] = set()
@@ -169,6 +171,7 @@ class TrialRunner(UnitLoop):
             self._load_intents()
             self._check_parent()
             self._look_for_progress()
+            self._replacements.poll()
         self._watch_deadline(now)
         if self._hosts is not None:
             self._watch_hosts(self._hosts)
@@ -203,6 +206,12 @@ class TrialRunner(UnitLoop):
             time.sleep(HANG_UP_S)
             why = f"no other node of the job and no scheduler answered for {hosts.isolated_s:.0f} s"
             self.execute(self.machine.abandon(self.clock(), ExitCode.STOPPED, f"{why}: this node is cut off"))
+
+    def replace_unit(self, unit: Unit) -> None:
+        with tolerate_errors("replacing lost servers"):
+            if nodes := self._replacements.add(unit):
+                reason = "the servers of lost nodes become another job"
+                self.write_event(EventKind.REPLACING, {"plan_nodes": nodes, "reason": reason})
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
         super().start_unit(unit, incarnation)
@@ -326,6 +335,8 @@ class TrialRunner(UnitLoop):
     def leave(self, finish: Finish) -> int:
         """Record the end, remove the published weights of a trial that is done, and release the trial."""
         self.write_ended(finish.code, finish.reason)
+        with tolerate_errors("cancelling the servers of lost nodes"):
+            self._replacements.cancel()
         with tolerate_errors("writing that the trial is done"), suppress(Stale):
             done = DoneRecord(attempt=self.attempt.id, job_id=self.attempt.job_id, time=time.time())
             if finish.code == ExitCode.DONE:

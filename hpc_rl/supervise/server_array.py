@@ -1,5 +1,7 @@
 """The servers of layout `jobs`: a job array, submitted with the trial, and again by a job that finds none.
 
+In layout `allocation` the supervisor submits such an array for the servers of a node that Slurm has lost.
+
 Its record `jobs/<array>.json` has the kind `servers` and names the submission that it serves; each task
 writes `jobs/<array>_<task>.state`, and its attempts in `server_attempts/`.
 """
@@ -34,7 +36,7 @@ class TaskState(enum.StrEnum):
 
 @dataclass
 class ServerTask:
-    """One server node of an array; `starts` counts from 1."""
+    """One task of an array: a server node, or the nodes of a replica; `starts` counts from 1."""
 
     id: str
     state: TaskState
@@ -68,7 +70,7 @@ def submit_servers(
         scheduler=scheduler.name,
         time=time.time(),
         tag=tag,
-        num_tasks=len(plan.find_group("servers").nodes),
+        num_tasks=len(plan.list_server_tasks()),
     )
     create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
     return job_id
@@ -91,6 +93,33 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: S
     return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", scheduler, again=True)
 
 
+def replace_servers(
+    trial: Trial, plan: Plan, serves: str, attempt: str, number: int, tag: str, scheduler: Scheduler
+) -> str:
+    """Submit task `number` of the servers, whose nodes the attempt has lost; return the id of the job.
+
+    Raises SchedulerError, OSError.
+    """
+    tag = f"{tag}:servers:{attempt}:{number}"
+    num_nodes = len(plan.list_server_tasks()[number])
+    options = (make_comment_option(trial, tag), f"--array={number}", f"--nodes={num_nodes}")
+    name = f"{trial.job_name}.servers"
+    job_id = scheduler.submit(JobSpec(name, trial.scripts / SCRIPT, tag, ("", "0", serves), options))
+    made = JobRecord(
+        job_id=job_id,
+        kind=JobRecord.SERVERS,
+        serves=serves,
+        scheduler=scheduler.name,
+        time=time.time(),
+        tag=tag,
+        num_tasks=1,
+        first_task=number,
+        replaces=attempt,
+    )
+    create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
+    return job_id
+
+
 def list_server_jobs(trial: Trial, array: ServerArray) -> list[str]:
     """Return the ids of an array and of jobs that continue single tasks because requeue was refused."""
     tasks = {path.stem for path in trial.jobs.glob(f"{array.job_id}_*.next-*")}
@@ -102,7 +131,8 @@ def load_arrays(trial: Trial) -> list[ServerArray]:
     arrays = []
     for job in map(JobRecord.read, trial.jobs.glob("*.json")):
         if job is not None and job.kind == JobRecord.SERVERS:
-            tasks = [_parse_task(trial, f"{job.job_id}_{number}") for number in range(job.num_tasks)]
+            numbers = range(job.first_task, job.first_task + job.num_tasks)
+            tasks = [_parse_task(trial, f"{job.job_id}_{number}") for number in numbers]
             arrays.append(ServerArray(job.job_id, job.serves, job.time, tasks))
     return sorted(arrays, key=lambda array: (array.time, array.job_id))
 

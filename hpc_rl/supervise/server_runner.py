@@ -1,8 +1,9 @@
 """The supervisor of one task of a server array: it keeps its replicas alive while the trial needs them.
 
 It owns nothing of the trial: no lease, no lineage, no batch. It stops when the trial is over, was cancelled,
-belongs to another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`. When its time is
-nearly over, a task exits with code 75 and is restarted.
+belongs to another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`. A task for the
+lost servers of an attempt stops with that attempt. When its time is nearly over, a task exits with code 75
+and is restarted.
 """
 
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
-from hpc_rl.core.records import DoneRecord, EventKind, load_job_state
+from hpc_rl.core.records import DoneRecord, EventKind, JobRecord, load_job_state
 from hpc_rl.core.trial import Attempt, AttemptId, parse_submission
 from hpc_rl.name_resolve import keys
 from hpc_rl.plan.schema import Plan, Unit
@@ -47,6 +48,9 @@ class ServerRunner(UnitLoop):
         super().__init__(attempt, plan, config, steps, machine, end_time, LEAD_S)
         self.serves, self.idle_s = serves, config.launcher.slurm.servers.idle_s
         self._not_needed = ""  # why the trial no longer needs these servers
+        own = AttemptId.parse(attempt.id)
+        record = JobRecord.read(self.trial.job(own.array_id)) if own and own.array_id else None
+        self._replaces = record.replaces if record else ""  # the attempt that has lost these servers
         self._owned_at = self.clock()
         self._observing = RateLimit(OBSERVE_EVERY_S)
 
@@ -80,6 +84,9 @@ class ServerRunner(UnitLoop):
         elif causes:
             self.execute(self.machine.stop(self.clock(), causes[0]))
 
+    def replace_unit(self, unit: Unit) -> None:
+        """Do nothing: Slurm starts a task that has lost a node again elsewhere."""
+
     def leave(self, finish: Finish) -> int:
         """Record the end: 0 (trial over), 75 (time over) or 70 (no replica can be kept alive)."""
         code, reason = finish.code, finish.reason
@@ -102,13 +109,18 @@ class ServerRunner(UnitLoop):
         lines = load_job_state(self.trial, self.serves)[-1:] if self.serves else []
         if lines and lines[0].event is JobEvent.ENDED:
             return f"job {self.serves} has ended: {lines[0].reason or 'no reason recorded'}"
+        if lines and self._replaces and lines[0].event is JobEvent.REQUEUED:
+            return f"job {self.serves} starts again, with all its servers"
         owner = self.names.list_leases(keys.OWNER).get(keys.OWNER)
         if owner is None or not owner.alive:
             if self.clock() - self._owned_at < self.idle_s:
                 return ""
             return f"the trial has had no supervisor for {self.idle_s:g} s (launcher.slurm.servers.idle_s)"
         self._owned_at = self.clock()
-        other = parse_submission(str(owner.value.get("attempt") or ""))
+        attempt = str(owner.value.get("attempt") or "")
+        if self._replaces and attempt != self._replaces:
+            return f"attempt {attempt} runs the trial now, with all its servers"
+        other = parse_submission(attempt)
         if self.serves in ("", other):
             return ""
         return f"job {other} runs the trial now, with its own servers"

@@ -62,6 +62,13 @@ class Avoid:
 
 
 @dataclass(frozen=True)
+class Replace:
+    """Get other nodes for a server: the job has lost a node of it for good."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True)
 class LogEvent:
     """Write a line of events.jsonl."""
 
@@ -77,7 +84,7 @@ class Finish:
     reason: str
 
 
-Action = Start | AskToStop | Kill | DumpStacks | Avoid | LogEvent | Finish
+Action = Start | AskToStop | Kill | DumpStacks | Avoid | Replace | LogEvent | Finish
 
 
 class Phase(enum.Enum):
@@ -357,7 +364,8 @@ class AttemptMachine:
             return gave_up + self._fail(now, ExitCode.FAILED, why)
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
         if any(other.state is not SlotState.GAVE_UP for other in peers):
-            return gave_up
+            is_lost = slot.lost_node and slot.unit.role == "server"
+            return [*gave_up, Replace(slot.unit)] if is_lost else gave_up
         if any(other.lost_node for other in peers) and self.mode in failure_policy.RESTARTING_MODES:
             return gave_up + self._fail(now, ExitCode.STOPPED, f"{why}; other nodes are needed")
         return gave_up + self._fail(now, ExitCode.FAILED, why)

@@ -199,10 +199,16 @@ class UnitLoop(ABC):
                         handle.dump_stacks() if hangs else handle.send(STACKS)
                 case state_machine.Avoid(nodes, reason, trouble):
                     self._avoid(nodes, reason, trouble)
+                case state_machine.Replace(unit):
+                    self.replace_unit(unit)
                 case state_machine.LogEvent(kind, details):
                     self.write_event(kind, details)
                 case Finish():
                     self.finish = action
+
+    @abstractmethod
+    def replace_unit(self, unit: Unit) -> None:
+        """Get other nodes for a server."""
 
     def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
         """Note the live and the serving servers of this attempt; return the leases of each pool.

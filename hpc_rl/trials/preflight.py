@@ -266,12 +266,12 @@ def list_job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     for group in plan.groups:
         slurm = select_servers(config.launcher.slurm) if group.name == "servers" else config.launcher.slurm
         launcher = replace(config.launcher, slurm=slurm)
-        # Each server node of layout jobs is a separate request.
+        # Each task of the servers of layout jobs is a separate request.
         alone = plan.layout == "jobs" and group.name == "servers"
         part = replace(
             plan,
             units=[unit for unit in plan.units if set(unit.nodes) & set(group.nodes)],
-            n_nodes=1 if alone else len(group.nodes),
+            n_nodes=len(plan.list_server_tasks()[0]) if alone else len(group.nodes),
             cpus_per_node=group.cpus_per_node,
             mem_mb_per_node=group.mem_mb_per_node,
         )

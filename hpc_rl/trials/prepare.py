@@ -45,6 +45,7 @@ SBATCH_ONLY = {
     "time", "constraint", "nodelist", "exclude", "tmp", "switches", "exclusive", "partition", "account",
     "qos", "reservation", "licenses", "wckey", "comment", "mail_type", "mail_user", "dependency",
     "continue_by",
+    "replace_servers",
 }  # fmt: skip
 
 

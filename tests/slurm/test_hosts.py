@@ -5,21 +5,19 @@ Needs root, for the namespaces that play the hosts.
 
 import itertools
 import json
-import os
 import re
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toy_trials
+from host_trials import shared_folder, started, step_of, wait_for
 from hosts import HostsCluster, speak_from_login_node
-from packages import NoSlurm, find_or_fetch
 from patience import extend
-from toy_trials import ROOT, hpc_rl, logs_of, trial_of
+from toy_trials import hpc_rl, logs_of, trial_of
 
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.core.errors import ExitCode
@@ -44,17 +42,6 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
         yield cluster
 
 
-def started(**more: object):
-    """Start a cluster of hosts; skipped where that is not possible, unless HPC_RL_TEST_REQUIRE names root."""
-    required = os.environ.get("HPC_RL_TEST_REQUIRE", "")
-    if os.geteuid() != 0:
-        (pytest.fail if "root" in required else pytest.skip)("hosts of their own need root")
-    try:
-        return HostsCluster.started(find_or_fetch(), num_gpus=0, **more)
-    except NoSlurm as error:
-        (pytest.fail if "slurm" in required else pytest.skip)(f"no Slurm: {error}")
-
-
 @pytest.fixture
 def cluster(trapped, monkeypatch) -> Iterator[HostsCluster]:
     """The cluster with all its hosts and an empty queue; commands run on its login node."""
@@ -62,21 +49,6 @@ def cluster(trapped, monkeypatch) -> Iterator[HostsCluster]:
     speak_from_login_node(trapped, monkeypatch)
     yield trapped
     trapped.cancel_all()
-
-
-def shared_folder(cluster: HostsCluster, name: str) -> Path:
-    here = cluster.dir / "work" / name
-    shutil.copytree(ROOT / "configs", here / "configs")
-    return here
-
-
-def wait_for(condition: Callable[[], Any], trial: Trial, timeout_s: float = 200) -> Any:
-    """Return what the condition gives once that is true."""
-    deadline = time.monotonic() + extend(timeout_s)
-    while not (found := condition()):
-        assert time.monotonic() < deadline, logs_of(trial)
-        time.sleep(0.2)
-    return found
 
 
 def wait_for_end(trial: Trial) -> None:
@@ -147,10 +119,6 @@ def nodes_of(cluster: HostsCluster) -> dict[str, str]:
     """Return the node, or nodes, of each step of the running jobs."""
     lines = cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines()
     return dict(line.split() for line in lines)
-
-
-def step_of(trial: Trial) -> int:
-    return load_history(trial).last_step
 
 
 def wait_for_step(trial: Trial, step: int) -> None:

@@ -207,6 +207,9 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     and may join and leave at any time."""
     servers: ServerJobsConfig = field(default_factory=ServerJobsConfig)
     """Options that differ for the server nodes, in the layouts `hetjob` and `jobs`."""
+    replace_servers: bool = True
+    """Submit a job for the servers of a node that Slurm has lost: it takes the node out of a running job for
+    good. In layout `allocation`, for nodes with servers alone. hpc-rl extension."""
     continue_by: Literal["requeue", "successor"] = "requeue"
     """How a job that stopped with its state saved resumes. `requeue`: `scontrol requeue`, or a successor job
     if Slurm refuses; `successor`: always a new job that depends on this one (`--no-requeue`)."""

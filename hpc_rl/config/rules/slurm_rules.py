@@ -45,7 +45,7 @@ _SHORT = {
 # Options of the section that are not options of sbatch.
 _NOT_SBATCH = {
     "extra_args", "srun_additional_args", "srun_args", "container_type", "mount", "gpus_by", "gpu_type",
-    "layout", "servers", "continue_by", "backend", "srun_mpi",
+    "layout", "servers", "replace_servers", "continue_by", "backend", "srun_mpi",
 }  # fmt: skip
 _SRUN_SHORT = {
     "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",

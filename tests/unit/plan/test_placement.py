@@ -1,5 +1,7 @@
 """Placement: nothing overlaps or stays idle; servers and trainers are on separate nodes if possible."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,13 +78,42 @@ def make_demand(replicas: int, size: int, ranks: int) -> Demand:
             Demand(8, (PoolDemand(8),), is_shared=True), 2, 8, None, id="the same GPUs, others idle"
         ),
         pytest.param(Demand(3, (PoolDemand(3),), is_shared=True), 2, 0, None, id="uneven in turn"),
+        pytest.param(
+            Demand(16, (PoolDemand(2, 16, True),)),
+            6,
+            8,
+            Placement([0, 1], 8, [(2, 0), (4, 0)], (2,)),
+            id="replicas of two nodes",
+        ),
+        pytest.param(
+            Demand(8, (PoolDemand(1, 16, True), PoolDemand(2, 4, True))),
+            4,
+            8,
+            Placement([0], 8, [(2, 0), (1, 0), (1, 4)], (2, 1)),
+            id="pools of two nodes and of half a node",
+        ),
+        pytest.param(Demand(12, (PoolDemand(1, 12, True),)), 3, 8, None, id="one and a half nodes"),
+        pytest.param(Demand(8, (PoolDemand(1, 16),)), 3, 8, None, id="two nodes, which it can't span"),
+        pytest.param(
+            Demand(1, (PoolDemand(2, 2, True),)),
+            5,
+            0,
+            Placement([0], 1, [(1, 0), (3, 0)], (2,)),
+            id="processes on two nodes",
+        ),
+        pytest.param(Demand(1, (PoolDemand(1, 2, True),)), 4, 0, None, id="two processes, three nodes"),
+        pytest.param(
+            Demand(0, (PoolDemand(1, 4, True),)), 2, 0, Placement([], 0, [(0, 0)], (2,)), id="alone"
+        ),
     ],
 )
 def test_place(demand, n_nodes, n_gpus, expected):
     assert place(demand, n_nodes, n_gpus) == expected
 
 
-POOLS = st.lists(st.builds(PoolDemand, st.integers(1, 20), st.sampled_from([1, 2, 4, 8])), max_size=3)
+POOLS = st.lists(
+    st.builds(PoolDemand, st.integers(1, 20), st.sampled_from([1, 2, 4, 8, 16]), st.booleans()), max_size=3
+)
 DEMANDS = st.builds(Demand, st.integers(1, 20), POOLS.map(tuple))
 
 
@@ -94,10 +125,13 @@ def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
     used = [(node, gpu) for node in placement.trainer_nodes for gpu in range(placement.ranks_per_node)]
     sizes = [pool.size for pool in demand.pools for _ in range(pool.replicas)]
     used += [
-        (node, gpu + i)
+        (node + (gpu + i) // n_gpus, (gpu + i) % n_gpus)
         for (node, gpu), size in zip(placement.servers, sizes, strict=True)
         for i in range(size)
     ]
+    spans = placement.spans or (1,) * len(demand.pools)
+    spanned = [max(1, pool.size // n_gpus) for pool in demand.pools]
+    assert list(spans) == spanned
     assert len(placement.servers) == demand.replicas
     assert len(placement.trainer_nodes) * placement.ranks_per_node == demand.ranks
     assert sorted(used) == [(node, gpu) for node in range(n_nodes) for gpu in range(n_gpus)]
@@ -131,7 +165,8 @@ def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n
 @given(DEMANDS, st.integers(1, 6), st.sampled_from([0, 1, 2, 4, 8]))
 def test_the_nearest_fits_and_what_fits_is_its_own_nearest(demand, n_nodes, n_gpus):
     if not n_gpus:
-        demand = Demand(demand.ranks, tuple(PoolDemand(pool.replicas) for pool in demand.pools))
+        pools = tuple(replace(pool, size=pool.size if pool.can_span else 1) for pool in demand.pools)
+        demand = Demand(demand.ranks, pools)
     other = find_nearest(demand, n_nodes, n_gpus)
     if other is not None:
         assert place(other, n_nodes, n_gpus) is not None

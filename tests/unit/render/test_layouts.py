@@ -1,6 +1,7 @@
 """The layouts' Slurm requests for server nodes, and the parameters of submitit."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ BASE = [*WORDS, "cluster.n_gpus_per_node=0", "launcher.type=slurm", "recover.mod
 BASE += ["cluster.n_nodes=3", "allocation_mode=embedded:d2+fsdp:d1", "train_dataset.batch_size=8"]
 
 
-def made(*options: str):
+def made(*options: str, more: Sequence[str] = ()):
     words = [word if word.startswith("launcher.hooks") else f"launcher.slurm.{word}" for word in options]
-    loaded = check(load([], [*BASE, *words]), files=False)
+    loaded = check(load([], [*BASE, *words, *more]), files=False)
     return loaded.config, make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler="slurm")
 
 
@@ -91,6 +92,39 @@ def test_where_requeue_is_refused_nothing_asks_for_it(how, line):
     texts = scripts("layout=jobs", f"continue_by={how}")
     for name in ("trial.sbatch", "servers.sbatch"):
         assert line in directives(texts[name])[0] and f" continue_by={how} " in texts[name]
+
+
+def test_replicas_that_span_nodes_have_one_step_and_one_task_of_the_array():
+    own = ["cluster.n_gpus_per_node=8", "cluster.n_nodes=5", "allocation_mode=sglang:d2t16+fsdp:d8"]
+    own += ["train_dataset.batch_size=64"]
+    config, plan = made("layout=jobs", "servers.partition=spare", more=own)
+    texts = render(config, plan, Trial(Path("/r/e/t")), make_stamp(Path("/w"), tag="TAG"), "slurm")
+    servers = directives(texts["servers.sbatch"])[0]
+    assert {"--array=0-1", "--nodes=2", "--gpus-per-node=8", "--requeue"} <= set(servers)
+    assert "--no-kill" not in servers, "without one of its nodes a replica is lost"
+    assert "--no-kill" in directives(texts["trial.sbatch"])[0]
+    step = texts["steps.sh"].partition("server() {")[2].partition("}")[0]
+    assert "--nodes=2 --ntasks=2" in step and "--ntasks-per-node=1" in step
+    assert "--gpus-per-node=8 " in step and '--output="$output"' in step
+    assert (
+        "nodes 1-4  server      server 0-1: 1 replica on each 2 nodes, 1 process on each node"
+        in texts["trial.sbatch"]
+    )
+    assert "for each 2 of these 4 nodes" in texts["trial.sbatch"]
+    assert [part.n_nodes for _, part in list_job_requests(config, plan)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_script"),
+    [((), True), (("replace_servers=false",), False), (("backend=submitit", "time=1:00:00"), False)],
+)
+def test_a_job_has_a_script_for_the_servers_of_lost_nodes(options, has_script):
+    texts = scripts(*options)
+    assert ("servers.sbatch" in texts) == has_script
+    if has_script:
+        servers = directives(texts["servers.sbatch"])[0]
+        assert {"--array=0-1", "--nodes=1", "--requeue"} <= set(servers)
+        assert "array" not in texts["trial.sbatch"]
 
 
 def test_both_parts_are_compared_with_the_cluster():

@@ -70,6 +70,7 @@ def test_every_option_becomes_its_line_and_null_is_not_there(script, name):
 
 def test_no_option_of_the_section_is_without_a_test():
     not_directives = {"gpus_by", "gpu_type", "srun_additional_args", "layout", "servers", "continue_by"}
+    not_directives |= {"replace_servers"}
     not_directives |= {"container_type", "mount", "backend", "srun_mpi", "srun_args"}  # test_steps.py
     options = {field.name for field in dataclasses.fields(SlurmLauncherConfig) if "image" not in field.name}
     assert options - not_directives - {"container_program", "container_args"} == set(ALL)  # test_container.py

@@ -1,11 +1,13 @@
 """Backends that receive weights over a process group; buckets as bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from hpc_rl.config import sglang_versions, vllm_versions
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.pool_view import view_pool
@@ -41,6 +43,32 @@ def test_servers_of_other_projects_receive_over_nccl_on_gpus(backend):
     assert made.process.env["NCCL_SOCKET_IFNAME"] == f"={loopback}"
     assert backend.create(config, place("cpu", 0)).receiver == Receiver("gloo", 1)
     assert backend.create(load_config("disk"), place("cuda", 4)).receiver is None
+
+
+def part_of(node_rank: int, host: str = "127.0.0.1") -> ReplicaPlace:
+    of_two = {"num_nodes": 2, "node_rank": node_rank, "rendezvous": (host, 4711)}
+    return replace(place("cuda", 16), **of_two)
+
+
+def test_the_nodes_of_a_replica_join_one_process_group():
+    config = load_config("disk")
+    first, second = (SGLangBackend.create(config, part_of(rank)).settings for rank in (0, 1))
+    assert {**first, "node_rank": 1} == second and first["node_rank"] == 0
+    assert (first["nnodes"], first["tensor_parallel_size"]) == (2, 16)
+    assert first["dist_init_addr"] == "127.0.0.1:4711"
+    assert SGLangBackend.create(config, part_of(0, "fd77::1")).settings["dist_init_addr"] == "[fd77::1]:4711"
+    assert "nnodes" not in SGLangBackend.create(config, place("cuda", 8)).settings
+    assert "NCCL_SOCKET_IFNAME" in SGLangBackend.create(config, part_of(0)).process.env
+    head, other = (VLLMBackend.create(config, part_of(rank)) for rank in (0, 1))
+    own = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 4711, "tensor_parallel_size": 16}
+    assert head.settings.items() >= own.items() and other.settings.items() >= own.items()
+    assert (head.settings["node_rank"], "headless" in head.settings) == (0, False)
+    assert (other.settings["node_rank"], other.settings["headless"]) == (1, True)
+    for backend, flags in ((head, vllm_versions.FLAGS), (other, vllm_versions.FLAGS)):
+        [known] = flags.values()
+        assert backend.settings.keys() <= known.keys()
+    [known] = sglang_versions.FLAGS.values()
+    assert second.keys() <= known.keys()
 
 
 def test_vllm_gets_our_transfer_engine_only_with_the_option():

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from patience import wait_until
@@ -14,14 +15,16 @@ from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.plan.schema import Group
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
-from hpc_rl.supervise.server_array import describe_array, ensure_servers, load_arrays
+from hpc_rl.supervise import bad_nodes, replacements, server_array, server_runner, state_machine, unit_loop
+from hpc_rl.supervise.replacements import Replacements
+from hpc_rl.supervise.server_array import describe_array, ensure_servers, load_arrays, replace_servers
 from hpc_rl.supervise.server_runner import ServerRunner
 
 SIZE = {"cpus_per_node": 1, "mem_mb_per_node": 1}
 GROUPS = [Group(name=name, nodes=nodes, **SIZE) for name, nodes in (("trial", [0]), ("servers", [1, 2]))]
 ALLOCATION = "embedded:d2+fsdp:d1"
-PLAN = toy_plan([], "/python", allocation=ALLOCATION, n_nodes=3, layout="jobs", groups=GROUPS, **SIZE)
+UNITS = [toy_unit("server", index=index, nodes=[1 + index]) for index in (0, 1)]
+PLAN = toy_plan(UNITS, "/python", allocation=ALLOCATION, n_nodes=3, layout="jobs", groups=GROUPS, **SIZE)
 
 
 class FakeHandle:
@@ -151,6 +154,23 @@ def test_a_requeue_of_the_trial_is_no_end_and_an_old_mark_is_none(trial):
     assert running.ended() == (0, "job 101 runs the trial now, with its own servers")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("requeued", "starts again, with all its servers"), ("attempt", "attempt 100.1 runs the trial now")],
+)
+def test_servers_for_lost_ones_end_with_the_attempt_that_lost_them(trial, change, reason):
+    write_json(trial.job("150"), {"kind": "servers", "serves": "100", "replaces": "100.0", "num_tasks": 1})
+    running = started(Running(trial))
+    time.sleep(0.1)
+    assert running.code is None
+    if change == "requeued":
+        (trial.jobs / "100.state").write_text('{"event": "requeued", "code": 75}\n')
+    else:
+        running.names.lease(keys.OWNER, {"attempt": "100.1"}, 60.0)
+    code, told = running.ended()
+    assert code == 0 and reason in told
+
+
 def test_without_a_supervisor_of_the_trial_it_gives_its_node_back(trial):
     running = started(Running(trial, idle_s=0.2))
     running.owner.release()
@@ -237,6 +257,46 @@ def test_a_trainer_job_submits_for_a_submitter_that_died(trial, monkeypatch):
     assert ensure_servers(trial, PLAN, "100", "tag", slurm) == "301"
     [spec] = slurm.specs
     assert (spec.tag, *spec.options) == ("tag:0:servers", "--comment=tag:0:servers"), "not the script's tag"
+
+
+def test_lost_servers_get_a_task_of_their_own(trial):
+    slurm = FakeSlurm({})
+    assert (
+        replace_servers(trial, replace(PLAN, layout="allocation"), "100", "100.0", 1, "tag", slurm) == "301"
+    )
+    [spec] = slurm.specs
+    assert spec.options == ("--comment=tag:servers:100.0:1", "--array=1", "--nodes=1")
+    assert spec.arguments == ("", "0", "100")
+    [array] = load_arrays(trial)
+    assert [task.id for task in array.tasks] == ["301_1"]
+
+
+def test_each_lost_node_is_replaced_once_and_a_failed_submission_is_repeated(attempt, tmp_path):
+    code, calls = tmp_path / "code", tmp_path / "calls"
+    code.write_text("1")
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/bash\necho "$@" >>{calls}\nexit "$(cat {code})"\n')
+    fake.chmod(0o755)
+    together = [*UNITS, toy_unit("server", index=2, nodes=[2]), toy_unit("trainer")]
+    plan, now = replace(PLAN, layout="allocation", units=together, python=str(fake)), [0.0]
+    one = Replacements(attempt, plan, lambda: now[0])
+    assert one.add(UNITS[0]) == [], "this submission has no script for servers"
+    attempt.trial.scripts.mkdir(exist_ok=True)
+    (attempt.trial.scripts / "servers.sbatch").touch()
+    assert one.add(UNITS[1]) == [2] and one.add(together[2]) == []
+    wait_until(lambda: (one.poll(), calls.exists() and not one._submitting)[1])
+    code.write_text("0")
+    now[0] = replacements.AGAIN_S
+    wait_until(lambda: (one.poll(), len(calls.read_text().splitlines()) == 2 and not one._submitting)[1])
+    now[0] *= 3
+    one.poll()
+    assert not one._submitting
+    first, second = calls.read_text().splitlines()
+    assert first == second and first.endswith(
+        f"replacement --trial_dir {attempt.trial.dir} --job_id 7 --attempt 7.0 --task 1"
+    )
+    assert Replacements(attempt, replace(plan, layout="jobs"), lambda: 0.0).add(UNITS[0]) == []
+    assert Replacements(attempt, plan, lambda: 0.0).add(toy_unit("server", nodes=[0])) == [], "trainer's node"
 
 
 def test_status_tells_of_every_server_node(trial):

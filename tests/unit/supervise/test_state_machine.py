@@ -23,6 +23,7 @@ from hpc_rl.supervise.state_machine import (
     Kill,
     LogEvent,
     Phase,
+    Replace,
     SlotState,
     Start,
 )
@@ -43,6 +44,7 @@ class World:
         self.killed: list[tuple[str, int]] = []
         self.dumped: list[tuple[tuple[str, int], bool]] = []
         self.avoided: list[str] = []
+        self.replaced: list[tuple[str, int]] = []
         self.records: list[LogEvent] = []
         self.finish: Finish | None = None
 
@@ -64,6 +66,8 @@ class World:
                     self.dumped.append((key, hangs))
                 case Avoid(nodes):
                     self.avoided += nodes
+                case Replace(one):
+                    self.replaced.append((one.role, one.index))
                 case LogEvent():
                     self.records.append(action)
                 case Finish():
@@ -391,9 +395,11 @@ def test_lost_nodes_cost_replicas_and_the_last_the_attempt(world):
     world.end(SERVER_0, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
     world.pass_time(60)
     assert SERVER_0 not in world.running and TRAINER in world.running and world.avoided == ["n3"]
+    assert world.replaced == [SERVER_0], "Slurm never gives the node back to the job"
     world.end(SERVER_1, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n4",))
     assert world.asked == [TRAINER]
     assert world.ends_with(75, of_trainer=75) and world.avoided == ["n3", "n4"]
+    assert world.replaced == [SERVER_0], "the next start has other nodes"
 
 
 def test_a_trainer_without_work_near_the_end_stopped_for_time(world):

@@ -1,0 +1,189 @@
+"""Replicas on two hosts each: one of their nodes dies, training goes on with the others, and they return.
+
+Needs root, for the namespaces that play the hosts.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_trials
+from host_trials import shared_folder, started, step_of, wait_for
+from hosts import HostsCluster, speak_from_login_node
+from other_pythons import python_of
+from sglang_stand_in import ROOT, make_stand_in
+from toy_trials import hpc_rl, logs_of, trial_of
+
+from hpc_rl.core.records import EventKind, load_events
+from hpc_rl.core.trial import Trial
+from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
+
+pytestmark = pytest.mark.timeout(900)
+OPTIONS = {
+    "cluster.n_nodes": 5,
+    "allocation_mode": "sglang:d2t2+fsdp:d1",
+    "train_dataset.batch_size": 4,
+    "gconfig.n_samples": 4,
+    "evaluator.freq_steps": "null",
+    "valid_dataset": "null",
+    "recover.freq_steps": 50,
+    "launcher.slurm.exclusive": True,  # small jobs would share a node
+}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[HostsCluster]:
+    with started(num_nodes=5) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(hosts, monkeypatch) -> Iterator[HostsCluster]:
+    hosts.up()
+    speak_from_login_node(hosts, monkeypatch)
+    yield hosts
+    hosts.cancel_all()
+
+
+class Observed:
+    """A trial, and the leases of its servers by this reader's clock."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.names = trial, NameResolve(trial.names)
+
+    def list_serving(self) -> dict[int, LeaseView]:
+        leases = self.names.list_leases(keys.servers("rollout")).items() if self.trial.names.is_dir() else ()
+        return {
+            int(key.rpartition("/")[2]): one
+            for key, one in leases
+            if one.alive and one.value.get("state") in keys.ROUTABLE
+        }
+
+    def wait_for_servers(self, *indexes: int) -> dict[int, LeaseView]:
+        return wait_for(lambda: self.list_serving().keys() == {*indexes} and self.list_serving(), self.trial)
+
+    def wait_for_steps(self, count: int) -> None:
+        last = step_of(self.trial) + count
+        wait_for(lambda: step_of(self.trial) >= last, self.trial)
+
+
+def submit(cluster: HostsCluster, name: str, **options: Any) -> Observed:
+    here = shared_folder(cluster, name)
+    toy_trials.make_quickstart(here)
+    own = OPTIONS | make_stand_in(here / "stand-in") | {"trial_name": name} | options
+    words = [f"{key.replace('__', '.')}={value}" for key, value in own.items()]
+    hpc_rl("submit", "--config", "configs/grpo.yaml", *words, cwd=here)
+    return Observed(trial_of(here, name))
+
+
+def nodes_of_steps(cluster: HostsCluster, prefix: str) -> dict[str, list[str]]:
+    """Return the nodes of each running step whose name begins so."""
+    found = {}
+    for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines():
+        name, nodes = line.split()
+        if name.startswith(prefix):
+            found[name] = cluster.run("scontrol", "show", "hostnames", nodes).split()
+    return found
+
+
+def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(cluster):
+    one = submit(cluster, "array", total_train_steps=100_000, launcher__slurm__layout="jobs")
+    before = one.wait_for_servers(0, 1)
+    one.wait_for_steps(3)
+    nodes = nodes_of_steps(cluster, "server-0")
+    assert [len(places) for places in nodes.values()] == [2], "one step on both nodes"
+    cluster.kill_node(next(iter(nodes.values()))[1])
+    one.wait_for_servers(1)
+    one.wait_for_steps(3)
+    cluster.up()
+    [task] = [
+        line for line in cluster.run("squeue", "--noheader", "--format=%i %T").split("\n") if "_0" in line
+    ]
+
+    def returns() -> bool:
+        cluster.hurry(task.split()[0])
+        return one.list_serving().keys() == {0, 1}
+
+    wait_for(returns, one.trial, 300)
+    after = one.list_serving()
+    assert after[0].epoch > before[0].epoch and after[0].value["attempt"] != before[0].value["attempt"]
+    assert after[1].epoch == before[1].epoch
+    one.wait_for_steps(2)
+    logs = "".join(path.read_text() for path in one.trial.dir.rglob("logs/sglang-*.log"))
+    assert "node 1 of 2 joins at 10.77." in logs and "has other weights" not in logs_of(one.trial, 10_000)
+    hpc_rl("cancel", str(one.trial.dir), cwd=cluster.dir)
+
+
+@pytest.mark.soak
+def test_a_replica_of_one_job_is_restarted_after_the_loss_of_a_process_on_its_second_node(cluster):
+    one = submit(cluster, "one-job", total_train_steps=100_000)
+    before = one.wait_for_servers(0, 1)
+    one.wait_for_steps(2)
+    record = next(one.trial.attempts.glob("*/processes/server-0.0-rank1.json"))
+    process = json.loads(record.read_text())
+    os.kill(toy_trials.pid_of(process), 9)
+    wait_for(
+        lambda: one.list_serving()[0].epoch > before[0].epoch if 0 in one.list_serving() else False, one.trial
+    )
+    one.wait_for_steps(2)
+    [attempt] = [one.trial.attempt(folder.name) for folder in one.trial.attempts.glob("*")]
+    [exit_of] = [event for event in load_events(attempt) if event.kind is EventKind.EXITED]
+    assert "the part of this replica at" in exit_of.reason or "rank 1 exited" in exit_of.reason
+    hpc_rl("cancel", str(one.trial.dir), cwd=cluster.dir)
+
+
+@pytest.mark.soak
+@pytest.mark.sglang
+def test_sglang_on_two_hosts_serves_a_trial(cluster):
+    from conformance import make_model  # it imports torch
+
+    sglang_python = python_of("sglang")
+    here = shared_folder(cluster, "real")
+    toy_trials.make_quickstart(here)
+    make_model(here / "quickstart/warm", 1)
+    shim = ROOT / "tests/sglang/shim"
+    own = OPTIONS | {
+        "trial_name": "real",
+        "cluster.n_nodes": 3,
+        "allocation_mode": "sglang:t2+fsdp:d1",
+        "total_train_steps": 3,
+        "launcher.inference_server_python": sglang_python,
+        "launcher.inference_server_env_vars": f"PYTHONPATH={shim},OMP_NUM_THREADS=1",
+        "launcher.inference_server_mem_per_gpu": 4096,
+        "sglang.max_total_tokens": 16384,
+        "sglang.context_length": 64,
+    }
+    words = [f"{key}={value}" for key, value in own.items()]
+    hpc_rl("submit", "--config", "configs/grpo.yaml", *words, cwd=here)
+    trial = trial_of(here, "real")
+    wait_for(trial.done.exists, trial, 600)
+    assert step_of(trial) == 3
+    [log] = trial.attempts.glob("*/logs/sglang-0.0-rank1.log")
+    assert "tp_size=2" in log.read_text() or "TP1" in log.read_text()
+    versions = {path.name for path in Path(trial.weights).iterdir()}
+    assert "0.3" in versions, logs_of(trial)
+
+
+@pytest.mark.soak
+def test_the_servers_of_a_lost_node_return_on_another(cluster):
+    """Slurm takes the node out of the job; its servers become a job of their own, which ends with the trial."""
+    embedded = {"allocation_mode": "embedded:d2+fsdp:d1", "cluster__n_nodes": 3}
+    one = submit(cluster, "replaced", total_train_steps=100_000, **embedded)
+    before = one.wait_for_servers(0, 1)
+    one.wait_for_steps(2)
+    [[lost]] = nodes_of_steps(cluster, "serveragent-1").values()
+    cluster.kill_node(lost)
+    one.wait_for_servers(0)
+    after = one.wait_for_servers(0, 1)
+    assert after[0].epoch == before[0].epoch
+    assert after[1].value["host"] not in (lost, before[0].value["host"])
+    said = json.loads(hpc_rl("status", "--json", str(one.trial.dir), cwd=cluster.dir).stdout)
+    [array] = said["servers"]
+    assert [task["state"] for task in array["tasks"]] == ["running"]
+    one.wait_for_steps(2)
+    hpc_rl("cancel", str(one.trial.dir), cwd=cluster.dir)
+    wait_for(lambda: not cluster.run("squeue", "--noheader").strip(), one.trial)
