@@ -29,6 +29,7 @@ EPILOG = f"""--json prints one object; null and "" mean an unknown value; times 
   weight_history        published weights that weights.history_gb keeps: bytes, steps as ranges
   metrics, evaluations, rollout
                         metrics of the newest step, all evaluations, counters of the rollout role
+  scores                result of `evaluate` or `generate`
   rejected_prompts, held_out_rows
                         prompts without a group, by reason; held-out rows that were scored and left out
   idle_steps            steps that taught the model nothing: in a row up to the newest, in all, and why

@@ -54,7 +54,11 @@ def choose_allocation(config: Config) -> tuple[Allocation, list[Refusal]]:
 
 
 def _drop_trainer(config: Config, allocation: Allocation) -> tuple[Allocation, list[Refusal]]:
-    """Return the allocation of a trial without a trainer, whose GPUs its servers get, and a note."""
+    """Return the allocation of a trial without a trainer, whose GPUs its servers get, and a note.
+
+    AReaL marks such a trial by `+eval`.
+    """
+    allocation = replace(allocation, evaluate=False)
     if allocation.train is None or not allocation.pools:
         return allocation, []
     name = find_trained_pool_in(config, allocation)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 
+from hpc_rl.config.held_out import list_held_out_sets
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.datasets.curriculum import Curriculum
@@ -36,12 +37,14 @@ async def _generate(context: role.Context, config: GRPOConfig) -> int:
     pool = find_trained_pool(config)
     num_servers = sum(unit.pool == pool for unit in context.plan.units)
     executor = Executor(lambda number: make_worker_argv(context, number), config.rollout.num_workers)
+    held_out = list_held_out_sets(config) if config.purpose == "evaluate" else {}
     made = SinglePass(
         context.trial.rollout,
         open_parts(config, tokenizer),
         config.rollout.max_concurrent_rollouts or PROMPTS_PER_SERVER * num_servers,
         config.rollout.prompt_retries,
         executor,
+        list(held_out),
     )
 
     judged = Judged(context.trial.rollout, await asyncio.to_thread(fingerprint_judges, config, sys.path))
@@ -58,8 +61,10 @@ async def _generate(context: role.Context, config: GRPOConfig) -> int:
             options.pass_reward,
             options.sets_column if is_evaluation else None,
             config.keep_best_samples,
+            {name: one.pass_reward for name, one in options.sets.items()} if is_evaluation else None,
         )
-        logger.info("the results are in %s; the mean reward is %g", context.trial.results, scores["reward"])
+        means = ", ".join(f"{name} {scores[name]:g}" for name in scores if name.endswith("reward"))
+        logger.info("the results are in %s; mean rewards: %s", context.trial.results, means)
 
     await executor.start()
     try:
@@ -74,8 +79,7 @@ def open_parts(config: GRPOConfig, tokenizer: Tokenizer) -> list[Prompts]:
     """Return the prompts of each data set of the pass. Raises ConfigError."""
     if config.purpose == "generate":
         return Curriculum(config.train_dataset, tokenizer, config.seed).parts
-    assert config.valid_dataset is not None, "rules/purpose_rules.py requires it"
-    return [Prompts(config.valid_dataset, tokenizer, config.seed)]
+    return [Prompts(one, tokenizer, config.seed) for one in list_held_out_sets(config).values()]
 
 
 if __name__ == "__main__":

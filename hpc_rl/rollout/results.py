@@ -24,40 +24,47 @@ def write_results(
     pass_reward: float,
     sets_column: str | None = None,
     num_kept: int | None = None,
+    set_pass_rewards: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Write the files of a finished pass, and return the scores, which are written last.
 
-    Of each prompt the `num_kept` completions of the highest reward are written, None for all. Raises OSError.
+    Of each prompt the `num_kept` completions of the highest reward are written, None for all. `sets_column`
+    is of valid_dataset, `set_pass_rewards` has the reward of a pass in each further set. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rewards: dict[int, list[float]] = {}
-    stats: list[dict[str, float]] = []
-    sets = defaultdict[str, list[list[float]]](list)
+    rewards, stats = defaultdict[str, list[list[float]]](list), defaultdict[str, list[dict[str, float]]](list)
+    of_column = defaultdict[str, list[list[float]]](list)
     temporary = folder / f".{COMPLETIONS}.tmp"
     with temporary.open("w", encoding="utf-8") as file:
-        for group in made.list_groups():
-            prompt, every = made.find_prompt(group.index), group.trajectories
-            rewards[group.index] = own = [one.reward for one in every]
-            stats.append(compute_means(one.stats for one in every))
-            if sets_column is not None:
-                sets[str(prompt.columns.get(sets_column, ""))].append(own)
+        for index, group in made.list_groups():
+            name, prompt, every = made.find_set(index), made.find_prompt(index), group.trajectories
+            own = [one.reward for one in every]
+            rewards[name].append(own)
+            stats[name].append(compute_means(one.stats for one in every))
+            if sets_column is not None and not name:
+                of_column[str(prompt.columns.get(sets_column, ""))].append(own)
             best = sorted(range(len(every)), key=lambda number: -every[number].reward)
             for number in best[:num_kept] if num_kept else range(len(every)):
-                about = {**prompt.columns, "index": group.index, "row": prompt.row, "sample": number}
+                about = {**prompt.columns, "index": index, "row": prompt.row, "sample": number}
+                if set_pass_rewards:
+                    about["set"] = name
                 row = about | describe_completion(every[number], tokenizer)
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / COMPLETIONS)
     fsync_dir(folder)
-    scores = {
-        "prompts": len(rewards),
+    scores: dict[str, Any] = {
+        "prompts": sum(map(len, rewards.values())),
         "left_out": dict(made.rejections),
-        "completions": sum(map(len, rewards.values())),
-        **measure_rewards(list(rewards.values()), pass_reward),
-        **_measure_sets(sets, pass_reward),
-        **compute_means(stats),
+        "completions": sum(len(own) for one in rewards.values() for own in one),
     }
+    for name, one in sorted(rewards.items()):
+        passes = (set_pass_rewards or {}).get(name, pass_reward)
+        measures = measure_rewards(one, passes) | compute_means(stats[name])
+        scores |= {f"{name}/{measure}" if name else measure: value for measure, value in measures.items()}
+    for name, one in sorted(of_column.items()):
+        scores |= {f"{name}/{key}": value for key, value in measure_rewards(one, pass_reward).items()}
     write_json(folder / SCORES, scores)
     return scores
 
@@ -70,13 +77,4 @@ def describe_completion(one: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]
         "reward": float(one.reward),
         "finish_reason": one.finish_reason,
         "num_tokens": int(one.loss_mask.sum()),
-    }
-
-
-def _measure_sets(sets: Mapping[str, list[list[float]]], pass_reward: float) -> dict[str, float]:
-    """Return `<set>/<measure>` for each value of the column that names sets."""
-    return {
-        f"{name}/{measure}": value
-        for name, rewards in sorted(sets.items())
-        for measure, value in measure_rewards(rewards, pass_reward).items()
     }

@@ -29,13 +29,21 @@ MIN_IN_A_ROW = 64  # rejections that end the pass
 class SinglePass:
     """The prompts of `parts`, which count from 0 in file order, and their results.
 
-    `limit` prompts run at once; a failed one is repeated up to `retries` times, then rejected.
+    `limit` prompts run at once; a failed one is repeated up to `retries` times, then rejected. `sets` names
+    the held-out set of each part, "" for valid_dataset; it is empty for training data.
     """
 
     def __init__(
-        self, folder: Path, parts: Sequence[Prompts], limit: int, retries: int, executor: Executor
+        self,
+        folder: Path,
+        parts: Sequence[Prompts],
+        limit: int,
+        retries: int,
+        executor: Executor,
+        sets: Sequence[str] = (),
     ) -> None:
         self._parts, self._limit, self._retries, self._executor = parts, limit, retries, executor
+        self._sets = sets
         executor.on_outcome, executor.on_lost = self._take_outcome, self._lose
         executor.on_note = lambda note: None  # an evaluation makes no notes
         state = load_state(folder)
@@ -98,16 +106,26 @@ class SinglePass:
 
     def find_prompt(self, index: int) -> Prompt:
         """Return the prompt with this index. Raises ConfigError for a row that can't be encoded."""
-        for part in self._parts:
+        number, position = self._locate(index)
+        return self._parts[number].in_file_order(position)
+
+    def find_set(self, index: int) -> str:
+        """Return the name of a prompt's held-out set; "" for valid_dataset, and for training data."""
+        number, _ = self._locate(index)
+        return self._sets[number] if self._sets else ""
+
+    def list_groups(self) -> Iterator[tuple[int, TrajectoryGroup]]:
+        """Yield the index of each prompt with a group, ascending, and its group."""
+        for index, place in sorted(self.groups.items()):
+            yield index, decode(self.ledger.fetch_group(place))
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the number of a prompt's part, and the prompt's position in it."""
+        for number, part in enumerate(self._parts):
             if index < len(part):
-                return part.in_file_order(index)
+                return number, index
             index -= len(part)
         raise IndexError(index)
-
-    def list_groups(self) -> Iterator[TrajectoryGroup]:
-        """Yield the groups in the order of their prompts."""
-        for _, place in sorted(self.groups.items()):
-            yield decode(self.ledger.fetch_group(place))
 
     async def close(self) -> None:
         """Make all finished work durable."""
@@ -134,8 +152,12 @@ class SinglePass:
     async def _ask(self, index: int) -> Outcome | None:
         """Return the outcome of a prompt; None if its worker died."""
         outcome = self._outcomes[index] = asyncio.get_running_loop().create_future()
-        frame = make_run_frame(index, index, self.find_prompt(index), ONLY_VERSION, evaluate=True)
-        self._executor.run(frame)
+        # The seed follows from the position in a held-out set, as in an evaluation of a trial.
+        position = self._locate(index)[1] if self._sets else index
+        prompt, name = self.find_prompt(index), self.find_set(index)
+        self._executor.run(
+            make_run_frame(index, position, prompt, ONLY_VERSION, evaluate=True, held_out_set=name)
+        )
         try:
             return await outcome
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_rl.core.errors import JobEvent
 from hpc_rl.core.files import Row
 from hpc_rl.core.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
-from hpc_rl.core.trial import AttemptId, Trial, load_json, load_object
+from hpc_rl.core.trial import SCORES, AttemptId, Trial, load_json, load_object
 from hpc_rl.name_resolve import load_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.schedulers.base import JobState, State
@@ -177,6 +177,7 @@ class TrialStatus:
             "jobs": [asdict(job) | {"event": job.event or ""} for job in self.jobs],
             "metrics": self.history.steps[-1] if self.history.steps else None,
             "evaluations": self.history.evaluations,
+            "scores": load_object(self.trial.results / SCORES) or None,
             "rejected_prompts": {"total": sum(self.rejected.values()), "reasons": self.rejected},
             "held_out_rows": {"scored": scored, "left_out": left_out},
             "idle_steps": asdict(self.idle) | {"notable": self.learns_nothing},

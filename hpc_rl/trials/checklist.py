@@ -29,7 +29,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.rows import count_rows
 from hpc_rl.doctor.machine import find_interface_problem, find_modules_problem
 from hpc_rl.plan import train_mesh
-from hpc_rl.plan.estimate import Estimate
+from hpc_rl.plan.estimate import Estimate, ServersEstimate
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import pick
@@ -58,7 +58,7 @@ class Planned:
     plan: Plan
     # Nodes that failed the trial lately; None if the cluster was not asked.
     avoid: tuple[str, ...] | None = None
-    needs: Estimate | None = None  # None if the model's config.json says nothing
+    needs: Estimate | ServersEstimate | None = None  # None if the model's config.json says nothing
     problems: tuple[Refusal, ...] = ()  # why the models can't be trained so
 
     @property
@@ -101,7 +101,7 @@ class Subject:
     unreadable: set[str] = field(default_factory=set)  # sections of datasets that rules refuse
     can_plan: bool = True
     plan: Plan | None = None
-    needs: Estimate | None = None
+    needs: Estimate | ServersEstimate | None = None
     problems: list[Refusal] = field(default_factory=list)
     start: FirstStart | None = None
     avoid: tuple[str, ...] | None = None
@@ -317,7 +317,8 @@ def _check_fileroot(subject: Subject) -> Iterator[Refusal]:
 
 
 def _check_space(subject: Subject) -> Iterator[Refusal]:
-    return storage.check_space(subject.loaded.config, subject.trial, subject.needs)
+    disk = subject.needs.disk if isinstance(subject.needs, Estimate) else None
+    return storage.check_space(subject.loaded.config, subject.trial, disk)
 
 
 def _check_state(subject: Subject) -> None:

@@ -14,6 +14,7 @@ from hpc_rl.config.options.experiment import (
     Config,
     GRPOConfig,
     has_own_prompts,
+    has_trainer,
     list_training_paths,
 )
 from hpc_rl.config.rules.slurm_rules import DERIVED
@@ -24,7 +25,17 @@ from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.doctor.machine import measure_usable_memory
-from hpc_rl.plan.estimate import DiskUse, Estimate, ServerMemory, Work, estimate, format_gb, format_items
+from hpc_rl.plan.estimate import (
+    DiskUse,
+    Estimate,
+    ServerMemory,
+    ServersEstimate,
+    Work,
+    estimate,
+    estimate_servers,
+    format_gb,
+    format_items,
+)
 from hpc_rl.plan.memory import MB, OFFLOADED, Items, Models
 from hpc_rl.plan.schema import Plan
 
@@ -42,11 +53,13 @@ def find_known_models(config: Config) -> Models:
 
 def estimate_needs(
     config: Config, plan: Plan, known: Models, scheduler: str, count_rows: bool = False
-) -> Estimate | None:
+) -> Estimate | ServersEstimate | None:
     """Return what a trial needs; None if the model's config.json is not there or of an unknown kind.
 
     With `count_rows` the training data is read, if it is small.
     """
+    if not has_trainer(config):
+        return estimate_servers(config, plan, known)
     num_rows = None
     if count_rows and has_own_prompts(config):
         num_rows = compute_fingerprint(*list_training_paths(config)).get("rows")
@@ -70,8 +83,14 @@ def _check_this_machine(found: Estimate) -> Refusal | None:
     return Refusal(option="", kind=Kind.MACHINE, why=why, use="use a smaller model, or a cluster")
 
 
-def make_json(found: Estimate) -> dict[str, Any]:
+def make_json(found: Estimate | ServersEstimate) -> dict[str, Any]:
     """Return an estimate for --json; sizes in bytes."""
+    of_all = {
+        "servers": [asdict(one) | {"cached_tokens": one.cached_tokens} for one in found.servers],
+        "problems": list(map(str, found.problems)),
+    }
+    if isinstance(found, ServersEstimate):
+        return of_all
     trainer = found.trainer
     return {
         "rank": {
@@ -84,19 +103,20 @@ def make_json(found: Estimate) -> dict[str, Any]:
         "gpu_bytes": found.gpu_bytes,
         "first_node_cpu_bytes": found.node_host_bytes,
         "tokens_per_micro_batch": found.load.tokens,
-        "servers": [asdict(one) | {"cached_tokens": one.cached_tokens} for one in found.servers],
         "disk": asdict(found.disk),
         "steps": found.work.steps,
         "rows": found.work.rows,
         "steps_per_pass": found.work.per_pass,
         "trajectories_per_step": found.work.trajectories,
         "tokens_per_step": found.work.tokens,
-        "problems": list(map(str, found.problems)),
+        **of_all,
     }
 
 
-def describe_needs(found: Estimate, config: Config, plan: Plan) -> list[str]:
+def describe_needs(found: Estimate | ServersEstimate, config: Config, plan: Plan) -> list[str]:
     """Return the estimate as a table; sizes in GB of 1024 MB."""
+    if isinstance(found, ServersEstimate):
+        return [line for server in found.servers for line in _describe_servers(server, plan)]
     return [
         *_describe_work(found.work, config, plan),
         *_describe_ranks(found),

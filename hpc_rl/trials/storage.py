@@ -12,7 +12,7 @@ from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.core.files import format_size
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
-from hpc_rl.plan.estimate import Estimate
+from hpc_rl.plan.estimate import DiskUse
 
 PROBE_PREFIX = ".hpc-rl-probe-"
 # Beside the directory of the trial. A trial without these options writes into that directory alone.
@@ -67,20 +67,19 @@ def measure_free_bytes(path: Path) -> int | None:
     return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
 
 
-def check_space(config: Config, trial: Trial, needs: Estimate | None) -> Iterator[Refusal]:
+def check_space(config: Config, trial: Trial, disk: DiskUse | None) -> Iterator[Refusal]:
     """Yield that no checkpoint would fit beside the space that a save leaves free, or not all that stay."""
     free = measure_free_bytes(trial.dir)
     saves = config.recover.mode != "disabled"
     if free is None:
         return
     about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.STORAGE)
-    if saves and (problem := explain_lack_of_space(free, int(needs.disk.checkpoint) if needs else 0)):
+    if saves and (problem := explain_lack_of_space(free, int(disk.checkpoint) if disk else 0)):
         yield about(
             why=f": no checkpoint could be saved: {problem}",
             use="free some space, or name another directory",
         )
-    elif needs is not None:
-        disk = needs.disk
+    elif disk is not None:
         known = (disk.kept_weights, disk.kept_checkpoints, disk.kept_batches, disk.kept_exports)
         if (total := sum(size or 0 for size in known)) > free:
             why = f": the trial keeps up to {format_size(total)} there, and {format_size(free)} are free"

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from toy_trials import hpc_rl, logs_of, make_toy, trial_of
+from toy_trials import ROOT, hpc_rl, logs_of, make_toy, trial_of
 
 from hpc_rl.core.trial import Trial
 from hpc_rl.rollout.batch_log.replay import load_state
@@ -82,6 +82,25 @@ def count_calls(folder: Path) -> list[int]:
 def load_completions(trial: Trial) -> list[dict]:
     rows = (trial.results / "completions.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows]
+
+
+def list_backend_options(backend: str, python: str) -> list[str]:
+    """Return the options of a real SGLang or vLLM on a CPU."""
+    from vllm_servers import TEST_ENVIRONMENT
+
+    shim = {"PYTHONPATH": str(ROOT / "tests/sglang/shim"), "OMP_NUM_THREADS": "1"}
+    env = {"sglang": shim, "vllm": TEST_ENVIRONMENT}[backend]
+    sizes = {
+        "sglang": ["sglang.max_total_tokens=16384", "sglang.context_length=64"],
+        "vllm": ["vllm.kv_cache_memory_bytes=67108864", "vllm.max_model_len=64"],
+    }
+    words = ",".join(f"{name}={value}" for name, value in env.items())
+    return [
+        f"launcher.inference_server_python={python}",
+        f"launcher.inference_server_env_vars={words}",
+        "launcher.inference_server_mem_per_gpu=4096",
+        *sizes[backend],
+    ]
 
 
 def generate_by_servers(folder: Path, backend: str, python: str, *overrides: str) -> None:

@@ -9,27 +9,52 @@ from alone_trials import (
     NUM_PROMPTS,
     count_calls,
     list_arguments,
+    list_backend_options,
     list_finished,
     load_completions,
     make_folder,
 )
+from other_pythons import python_of
 from toy_trials import hpc_rl, status, trial_of
 
 pytestmark = pytest.mark.timeout(900)
 PREEMPTS = ["-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"]
 
 
-def submit(folder: Path, command: str, *own: str) -> str:
-    """Submit a trial on two nodes; return the id of its job."""
-    words = [*list_arguments(), "--n_nodes=2", *own, "--json"]
-    return json.loads(hpc_rl(command, "quickstart/base", *words, cwd=folder).stdout)["job_id"]
+REAL = [
+    pytest.param("sglang", marks=[pytest.mark.soak, pytest.mark.sglang]),
+    pytest.param("vllm", marks=[pytest.mark.soak, pytest.mark.vllm]),
+]
+READS = {
+    "generate": ("train_dataset.path=prompts.jsonl", "gconfig.n_samples=2"),
+    "evaluate": ("valid_dataset.path=prompts.jsonl", "eval_gconfig.n_samples=2"),
+}
 
 
-def test_generate_continues_after_a_preemption_without_duplicates(cluster, tmp_path, until):
+def submit(folder: Path, command: str, backend: str, *own: str) -> str:
+    """Submit a trial on two nodes, with a server on each; return the id of its job."""
+    words, model = [*list_arguments(), "--n_nodes=2", *own, "--json"], "quickstart/base"
+    if backend != "embedded":
+        from conformance import make_model  # it imports torch
+
+        make_model(folder / "base", 1)  # the toy's is too small for some
+        words += [f"allocation_mode={backend}:d2", *list_backend_options(backend, python_of(backend))]
+        model = "base"
+    return json.loads(hpc_rl(command, model, *words, cwd=folder).stdout)["job_id"]
+
+
+@pytest.mark.parametrize(
+    ("command", "backend"),
+    [
+        ("generate", "embedded"),
+        *(pytest.param(command, one.values[0], marks=one.marks) for one in REAL for command in READS),
+    ],
+)
+def test_a_pass_continues_after_a_preemption_without_duplicates(cluster, tmp_path, until, command, backend):
     folder = make_folder(tmp_path, waits=True)
-    trial = trial_of(folder, "base-generate")
-    job = submit(folder, "generate", "train_dataset.path=prompts.jsonl", "gconfig.n_samples=2")
-    until(lambda: len(list_finished(trial)) >= 5, 180)
+    trial = trial_of(folder, f"base-{command}")
+    job = submit(folder, command, backend, *READS[command])
+    until(lambda: len(list_finished(trial)) >= 5, 400)
     cluster.run("sbatch", *PREEMPTS)
     until(lambda: trial.attempt(f"{job}.0").ended.exists(), 120)
     before = list_finished(trial)
@@ -39,19 +64,21 @@ def test_generate_continues_after_a_preemption_without_duplicates(cluster, tmp_p
         cluster.hurry(job)
         return trial.done.exists()
 
-    until(is_done, 300)
+    until(is_done, 500)
     rows, calls = load_completions(trial), count_calls(folder)
     expected = [(index, sample) for index in range(NUM_PROMPTS) for sample in range(2)]
     assert [(row["index"], row["sample"]) for row in rows] == expected
     assert {calls[index] for index in before} == {2}, "a finished prompt is not repeated"
-    seen = status(folder, "base-generate", "--offline")
+    seen = status(folder, trial.name, "--offline")
+    assert seen["scores"]["prompts"] == NUM_PROMPTS
     assert [attempt["state"] for attempt in seen["attempts"]] == ["stopped", "done"]
     assert "finished prompts are saved" in seen["attempts"][0]["cause"]
 
 
-def test_an_endpoint_serves_again_after_a_preemption(cluster, tmp_path, until):
+@pytest.mark.parametrize("backend", ["embedded", *REAL])
+def test_an_endpoint_serves_again_after_a_preemption(cluster, tmp_path, until, backend):
     folder = make_folder(tmp_path)
-    trial, job = trial_of(folder, "base-serve"), submit(folder, "serve")
+    trial, job = trial_of(folder, "base-serve"), submit(folder, "serve", backend)
 
     def answers() -> bool:
         cluster.hurry(job)
@@ -68,10 +95,10 @@ def test_an_endpoint_serves_again_after_a_preemption(cluster, tmp_path, until):
         except OSError:  # it stops, or starts
             return False
 
-    until(answers, 180)
+    until(answers, 400)
     cluster.run("sbatch", *PREEMPTS)
     until(lambda: trial.attempt(f"{job}.0").ended.exists(), 120)
-    until(answers, 300)
+    until(answers, 500)
     assert trial.attempt(f"{job}.1").dir.is_dir()
     hpc_rl("cancel", "base-serve", cwd=folder)
     until(lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), 120)

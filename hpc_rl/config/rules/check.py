@@ -194,7 +194,6 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
 def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if isinstance(config, GRPOConfig) and not has_trainer(config):
         yield from generation_rules.list_notes(config)
-        yield from purpose_rules.list_notes(config)
         return
     if isinstance(config, GRPOConfig):
         yield from training_rules.list_notes(config)

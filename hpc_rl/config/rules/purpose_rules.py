@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
-from hpc_rl.core.refusal import Kind, Refusal, make_note
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 def check_purpose(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -29,13 +29,6 @@ def check_purpose(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         if is_wrong:
             why = f"can't be used with purpose {purpose}, which has no trainer"
             yield Refusal(option=option, value=value, kind=Kind.CONFLICT, why=why, use=use, related=related)
-
-
-def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
-    """Yield that only one held-out set is evaluated."""
-    if config.purpose == "evaluate" and config.evaluator.sets:
-        why = ": no effect: only valid_dataset is evaluated; give a set by valid_dataset.path"
-        yield make_note("evaluator.sets", why, Kind.NO_EFFECT, related=("purpose",))
 
 
 GRPO_RULES = [check_purpose]

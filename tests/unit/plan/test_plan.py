@@ -263,11 +263,9 @@ def test_one_gpu_is_enough_in_turn():
 @pytest.mark.parametrize(
     ("allocation", "words"),
     [
-        ("vllm:d1t2+fsdp:d1", "t needs GPUs"),
         ("sglang:d4", "add a trainer: sglang:d4+fsdp:d1"),
-        ("sglang:d4+eval", "only evaluates is not implemented"),
+        ("sglang:d4+eval", "run `hpc-rl evaluate`, or add a trainer: sglang:d4+fsdp:d1"),
         ("fsdp:d4", "add servers, as embedded:d1+fsdp:d4"),
-        ("sglang:d1t2+fsdp:d1", "t needs GPUs"),
         ("sglang:d1p2+fsdp:d1", "use t: sglang:t2"),
     ],
 )
@@ -282,13 +280,41 @@ def test_servers_that_can_not_be_on_gpus_or_span_nodes():
     words = r"embedded servers can't use GPUs.*use sglang, or cluster\.n_gpus_per_node 0"
     with pytest.raises(NotBuilt, match=words):
         plan_trial(gpus, "allocation_mode=embedded:d4+fsdp:d4")
-    words = r"spans nodes is not implemented; t can be at most cluster\.n_gpus_per_node, 8"
+    words = r"t12 spans nodes, and must have all GPUs of each; use a t that is a multiple of .*per_node, 8"
     with pytest.raises(NotBuilt, match=words):
-        plan_trial(gpus, "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
+        plan_trial(gpus, "--n_nodes=4", "allocation_mode=sglang:t12+fsdp:d20")
+    with pytest.raises(NotBuilt, match=r"take turns with the trainer can't span nodes; use t at most 8"):
+        plan_trial(gpus, "--n_nodes=2", "allocation_mode=sglang:t16|fsdp:d16")
     with pytest.raises(ConfigError, match=r"sglang\.ep_size 3 must divide the GPUs of a server, t 4 of"):
         plan_trial(gpus, "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
     with pytest.raises(ConfigError, match="trainer sft has no generation servers; use fsdp:d1"):
         plan_trial("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_replica_may_span_nodes(backend):
+    gpus = ("cluster.n_gpus_per_node=8", "--n_nodes=4", f"allocation_mode={backend}:t16+fsdp:d16")
+    made = plan_trial(*gpus, "launcher.inference_server_cpus_per_gpu=2")
+    [replica] = [unit for unit in made.units if unit.role == "server"]
+    assert (replica.nodes, replica.num_tasks, replica.gpus_per_task, replica.gpu_offset) == ([2, 3], 2, 8, 0)
+    assert replica.cpus_per_task == 16, "on each node"
+    assert not replica.by_agent and made.list_step_units(replica) == [replica]
+    of_processes = plan_trial("--n_nodes=3", f"allocation_mode={backend}:t2+fsdp:d1")
+    assert list_places(of_processes)[0] == ("server", 0, [1, 2], 1)
+    together = plan_trial("--n_nodes=2", f"allocation_mode={backend}:t2+fsdp:d1")
+    assert list_places(together)[0] == ("server", 0, [1], 1)
+
+
+def test_servers_of_an_array_span_equal_numbers_of_nodes():
+    options = ("cluster.n_gpus_per_node=8", "launcher.type=slurm", "launcher.slurm.layout=jobs")
+    made = plan_trial(*options, "--n_nodes=5", "allocation_mode=sglang:d2t16+fsdp:d8")
+    assert made.list_server_tasks() == [[1, 2], [3, 4]]
+    assert [unit.nodes for unit in made.list_units_on([3, 4])] == [[0, 1]]
+    pools = (*STUDENT, "allocation_mode=sglang:t16+sglang[student]:d2t4+fsdp:d8")
+    with pytest.raises(
+        DoesNotFit, match="needs servers on equal numbers of nodes, but some are on 1 and on 2"
+    ):
+        plan_trial(*options, "--n_nodes=4", *pools)
 
 
 def test_one_machine_is_one_node():
@@ -354,6 +380,7 @@ def test_one_machine_plays_no_jobs():
         (["cluster.n_gpus_per_node=2"], "sglang:d2", [0, 0]),
         (["cluster.n_gpus_per_node=8", "allocation_mode=vllm:d2t2+fsdp:d4"], "vllm:d4t2", [0] * 4),
         (["cluster.n_gpus_per_node=4", "--n_nodes=2", "allocation_mode=sglang:t4d2"], "sglang:d2t4", [0, 1]),
+        (["cluster.n_gpus_per_node=4", "allocation_mode=sglang:d4+eval"], "sglang:d4", [0] * 4),
     ],
 )
 def test_without_a_trainer_servers_take_everything(overrides, allocation, nodes):
@@ -386,9 +413,3 @@ def test_refusals_without_a_trainer(overrides, option, words):
     with pytest.raises(ConfigError) as caught:
         plan_trial(*overrides)
     assert any(option in refusal.options and words in str(refusal) for refusal in caught.value.refusals)
-
-
-def test_an_evaluation_names_the_sets_that_it_leaves_out():
-    own = ["purpose=evaluate", "valid_dataset.path=/v", "evaluator.sets.hard.path=/h"]
-    notes = check(load([], [*GRPO, *own]), files=False).notes
-    assert any("evaluator.sets" in note.options for note in notes)

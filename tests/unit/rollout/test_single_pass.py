@@ -98,6 +98,36 @@ def test_a_restart_issues_only_prompts_without_a_result(tmp_path):
     assert {row["completion"] for row in rows} == {"12"}, "without the prompt"
 
 
+def test_each_held_out_set_has_its_own_measures_and_positions(tmp_path):
+    """The seeds follow from the positions: the results are those of an evaluation during training."""
+    frames = []
+
+    async def play() -> None:
+        executor = FakeExecutor(lambda index, tries: [0.5] if index < 3 else [2.0, 0.0])
+        run, sets = executor.run, ["", "hard"]
+        executor.run = lambda frame: (frames.append(frame), run(frame | {"index": frame["ticket"]}))
+        parts = [FewPrompts(3), FewPrompts(2)]
+        made = SinglePass(tmp_path, parts, 2, 1, executor, sets)
+        await made.run()
+        given = {"sets_column": "topic", "set_pass_rewards": {"hard": 2.0}}
+        scores = write_results(tmp_path / "out", made, Digits(), 1.0, **given)
+        await made.close()
+        assert (scores["reward"], scores["hard/reward"]) == (0.5, 1.0)
+        assert (scores["hard/pass@1"], scores["hard/pass@2"]) == (0.5, 1.0)
+        assert scores["a/reward"] == scores["b/reward"] == 0.5, "the column is of valid_dataset"
+        assert (scores["prompts"], scores["completions"]) == (5, 7)
+
+    asyncio.run(play())
+    asked = sorted((frame["held_out_set"], frame["index"], frame["columns"]["prompt"]) for frame in frames)
+    assert asked == [("", 0, "p0"), ("", 1, "p1"), ("", 2, "p2"), ("hard", 0, "p0"), ("hard", 1, "p1")]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["set"]) for row in rows][2:] == [
+        (2, ""),
+        *[(3, "hard")] * 2,
+        *[(4, "hard")] * 2,
+    ]
+
+
 def test_lost_and_failed_prompts_are_issued_again_and_rejected_ones_left_out(tmp_path):
     def behave(index: int, tries: int) -> list[float] | str:
         if index == 0:
