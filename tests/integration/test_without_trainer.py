@@ -77,16 +77,21 @@ def test_evaluate_scores_each_set_of_a_model(tmp_path):
     marked = (json.dumps(row | {"topic": "ab"[number % 2]}) for number, row in enumerate(rows))
     (folder / "marked.jsonl").write_text("\n".join(marked) + "\n")
     own = ["valid_dataset.path=marked.jsonl", "eval_gconfig.n_samples=2", "evaluator.sets_column=topic"]
+    own += ["evaluator.sets.other.path=prompts.jsonl", "evaluator.sets.other.n_samples=1"]
     words = [*list_arguments(), *own, "evaluator.pass_reward=4", "--launcher.type=local", "--follow"]
     hpc_rl("evaluate", "quickstart/base", *words, cwd=folder)
     trial = trial_of(folder, "base-evaluate")
-    found, scores = load_completions(trial), load_json(trial.results / "scores.json")
+    every, scores = load_completions(trial), load_json(trial.results / "scores.json")
+    found, others = ([row for row in every if row["set"] == name] for name in ("", "other"))
+    assert len(others) == NUM_PROMPTS
+    assert scores["other/reward"] == pytest.approx(sum(row["reward"] for row in others) / NUM_PROMPTS)
     of_a = [row["reward"] for row in found if row["topic"] == "a"]
     assert len(found) == 2 * NUM_PROMPTS
     assert scores["a/reward"] == pytest.approx(sum(of_a) / len(of_a))
     assert scores["pass@1"] == pytest.approx(sum(row["reward"] >= 4 for row in found) / len(found))
     shown = hpc_rl("status", "base-evaluate", "--offline", cwd=folder).stdout
     assert "pass@2" in shown
+    assert status(folder, "base-evaluate", "--offline")["scores"] == scores
     assert "evaluate, embedded:d1" in shown
 
 

@@ -503,6 +503,28 @@ def test_in_turn_a_gpu_holds_one_of_both_and_the_other_is_in_cpu_memory():
     assert len(lines) == 1 and "of weights and" in lines[0] and "16.0 GB in CPU memory" in lines[0]
 
 
+def test_servers_without_a_trainer_are_estimated(tmp_path: Path):
+    """70 billion parameters of 2 bytes need 8 GPUs of 24 GB; of 16 GB, those of two nodes."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_70B))
+    own = [*SFT, f"actor.path={tmp_path}", "purpose=generate", "cluster.n_gpus_per_node=8"]
+
+    def find(*words: str):
+        checked = check(load([], [*own, *words]), files=False)
+        plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
+        found = needs.estimate_needs(checked.config, plan, needs.find_known_models(checked.config), "slurm")
+        [line] = needs.describe_needs(found, checked.config, plan)
+        assert json.loads(json.dumps(needs.make_json(found)))["servers"][0]["units"] == found.servers[0].units
+        return found, line
+
+    found, line = find("allocation_mode=sglang:t8", "cluster.gpu_mem_gb=24")
+    assert not found.problems and "16.4 GB of weights on each GPU" in line
+    two = ("cluster.gpu_mem_gb=16", "cluster.n_nodes=2")
+    found, _ = find("allocation_mode=sglang:d2t8", *two)
+    assert "What fits: sglang with t16" in str(found.problems[0])
+    found, line = find("allocation_mode=sglang:t16", *two)
+    assert not found.problems and "8.2 GB of weights on each GPU" in line
+
+
 def test_estimating_reads_no_weights(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     base = [*SFT, f"model.path={tmp_path}", "total_train_steps=1", "cluster.n_gpus_per_node=8"]
