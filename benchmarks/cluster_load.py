@@ -1,6 +1,6 @@
-"""What a trial costs the scheduler, the file system and its first node: counted on a private Slurm of 64 nodes.
+"""What a trial costs the scheduler, the file system and its first node: counted on a private Slurm of many nodes.
 
-    python benchmarks/cluster_load.py [--nodes 64] [--replicas 2] [--seconds 60] [--out benchmarks/results/cluster_load.json]
+    python benchmarks/cluster_load.py [--nodes 16 32 64] [--replicas 2] [--seconds 60] [--out benchmarks/results/cluster_load.json]
 
 Real are the supervisor, the agents, and what a server and the router of a rollout worker do beside their work
 (leases, HTTP, what they read); servers have no model, the rollout role no prompts, the trainer does not train. Commands of
@@ -201,25 +201,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--replicas", type=int, default=2, help="servers of each node but the first")
     parser.add_argument("--seconds", type=float, default=60.0, help="that file calls are counted for")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with Cluster.private(find_or_fetch(), args.nodes, num_gpus=0) as cluster:
+    runs = [measure_cluster(num_nodes, args.replicas, args.seconds) for num_nodes in args.nodes]
+    found = {"runs": runs, "file_calls_per_minute_by_nodes": compare_runs(runs)}
+    text = json.dumps(found, indent=2) + "\n"
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+def measure_cluster(num_nodes: int, replicas: int, seconds: float) -> dict[str, Any]:
+    with Cluster.private(find_or_fetch(), num_nodes, num_gpus=0) as cluster:
         root = Path(tempfile.mkdtemp(prefix="hpcrl-load-"))
-        trial = IdleTrial(root, cluster, args.nodes, args.replicas)
+        trial = IdleTrial(root, cluster, num_nodes, replicas)
         try:
-            found = measure(trial, args.seconds)
+            found = measure(trial, seconds)
         except BaseException:
             print(trial.story(), file=sys.stderr)
             raise
         cluster.cancel_all()
         shutil.rmtree(root)
-    text = json.dumps(found, indent=2) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    return found
+
+
+def compare_runs(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the calls of each process by the number of nodes, and the growth from the first to the last run."""
+    found = {}
+    for name in runs[0]["file_calls_per_minute"]:
+        counts = {str(run["nodes"]): run["file_calls_per_minute"][name]["all"] for run in runs}
+        first, *_, last = [*counts.values()] * 2
+        found[name] = {**counts, "growth": round(last / first, 3) if first else 1.0}
+    return found
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ The registrar is a part of the trial's supervisor. It reads the leases of all po
 pool after a change (a key, an epoch, a value, a death), and as a heartbeat. The roster is a cache and decides
 nothing. A reader uses it while its counter moves, by the reader's own clock, and otherwise reads the leases.
 
-Load: a poll of the registrar lists each pool and reads at most READS_PER_POLL leases. It prefers new epochs,
-then files whose inode has changed, then leases that it has not read for the longest time.
+Load: a poll of the registrar lists each pool, which shows the heartbeats, and reads at most READS_PER_POLL
+leases: new epochs, then changed ones, then leases that may be dead. So while nothing changes, the number of
+servers does not matter.
 """
 
 import json
@@ -13,17 +14,17 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
+from hpc_rl.name_resolve.shared_fs import HEARTBEATS_PER_TTL, LeaseMark, LeaseView, NameResolve
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # of the registrar
 READS_PER_POLL = 128
-RECHECKS_PER_POLL = 8  # of leases whose inode is the same: file systems reuse inodes
-RECHECK_S = 10.0  # since the last reading; then a lease is read as soon as there is room
+RECHECK_S = 10.0  # between two readings of a lease that may be dead, or that could not be read
+MISSED_BEATS = 2  # after which a lease may be dead, or its listing does not show its renewals
 HEARTBEAT_S = 2.0
 STUCK_S = 3 * HEARTBEAT_S  # without a new counter; then the registrar is dead or slow
 READS_PER_S = 32.0  # of leases, by a reader without a roster: with many servers each is read less often
@@ -33,7 +34,7 @@ READS_PER_S = 32.0  # of leases, by a reader without a roster: with many servers
 class _Reading:
     """The last reading of a lease."""
 
-    mark: tuple[int, int]  # epoch and inode
+    content: tuple[int, int, int]  # of its mark
     read_at: float
     view: LeaseView | None  # None: released or unreadable
 
@@ -42,7 +43,7 @@ class _Reading:
 class _Pool:
     """The leases below one prefix as the registrar knows them, and the roster as it was written."""
 
-    marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the newest listing
+    marks: dict[str, LeaseMark] = field(default_factory=dict)  # of the newest listing
     readings: dict[str, _Reading] = field(default_factory=dict)
     written: dict[str, tuple[int, bool, dict[str, Any]]] | None = None
     written_at: float = -math.inf
@@ -70,37 +71,39 @@ class Registrar:
         """
         for prefix, pool in self._pools.items():
             pool.marks = self._names.list_epochs(prefix)
-            pool.readings = {key: one for key, one in pool.readings.items() if key in pool.marks}
+            readings = {key: one for key, one in pool.readings.items() if key in pool.marks}
+            pool.readings = {key: self._judge(one, pool.marks[key]) for key, one in readings.items()}
         for pool, key in self._choose_leases():
             mark = pool.marks[key]
-            view = self._names.load_lease(key, mark[0])
-            pool.readings[key] = _Reading(mark, self._names.clock(), view)
+            view = self._names.load_lease(key, mark)
+            pool.readings[key] = _Reading(mark.content, self._names.clock(), view)
         for prefix, pool in self._pools.items():
             # readers drop absent servers: the first roster waits until every lease was read once
             if pool.written is not None or pool.readings.keys() == pool.marks.keys():
                 self._write_if_due(prefix, pool)
         return {prefix: pool.collect_views() for prefix, pool in self._pools.items()}
 
+    def _judge(self, last: _Reading, mark: LeaseMark) -> _Reading:
+        """Return a reading with the heartbeats of the newest listing."""
+        if last.view is None or last.content[0] != mark.epoch:
+            return last
+        return replace(last, view=self._names.judge(last.view, mark))
+
     def _choose_leases(self) -> list[tuple[_Pool, str]]:
         """Return the leases to read now, the most urgent first."""
         now = self._names.clock()
-        changed: list[tuple[bool, float, _Pool, str]] = []
-        unchanged: list[tuple[float, _Pool, str]] = []
+        urgent: list[tuple[int, float, _Pool, str]] = []
         for pool in self._pools.values():
             for key, mark in pool.marks.items():
                 last = pool.readings.get(key)
-                if last is None or last.mark[0] != mark[0]:
-                    changed.append((False, -math.inf, pool, key))
-                elif last.mark != mark:
-                    changed.append((True, last.read_at, pool, key))
-                else:
-                    unchanged.append((last.read_at, pool, key))
-        changed = sorted(changed, key=lambda one: one[:2])[: READS_PER_POLL - RECHECKS_PER_POLL]
-        unchanged.sort(key=lambda one: one[0])
-        num_overdue = sum(now - read_at >= RECHECK_S for read_at, *_ in unchanged)
-        rechecks = min(READS_PER_POLL - len(changed), max(RECHECKS_PER_POLL, num_overdue))
-        chosen = [(pool, key) for *_, pool, key in changed]
-        return chosen + [(pool, key) for _, pool, key in unchanged[:rechecks]]
+                if last is None or last.content[0] != mark.epoch:
+                    urgent.append((0, -math.inf, pool, key))
+                elif last.content != mark.content:
+                    urgent.append((1, last.read_at, pool, key))
+                elif now - last.read_at >= RECHECK_S and _is_doubtful(last.view):
+                    urgent.append((2, last.read_at, pool, key))
+        urgent.sort(key=lambda one: one[:2])
+        return [(pool, key) for *_, pool, key in urgent[:READS_PER_POLL]]
 
     def _write_if_due(self, prefix: str, pool: _Pool) -> None:
         views, now = pool.collect_views(), self._names.clock()
@@ -189,6 +192,11 @@ class RosterReader:
             form = "no supervisor keeps the list of %s now, so this process reads each file instead"
             logger.info(form, self._prefix)
             self._is_logged = True
+
+
+def _is_doubtful(view: LeaseView | None) -> bool:
+    """Return whether a lease may be dead, or have changed although its listing is the same."""
+    return view is None or view.age_s >= MISSED_BEATS * view.ttl_s / HEARTBEATS_PER_TTL
 
 
 def _encode(view: LeaseView) -> list[Any]:

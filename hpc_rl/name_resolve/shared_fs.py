@@ -4,11 +4,15 @@ Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is 
 file has one writer; if several processes create a file, exactly one wins (link). Names with a leading dot are
 incomplete: readers skip them.
 
+Heartbeats: a lease among many shows them in the name of a second, empty file, `b.epoch-N.beat-C-W`, which
+its holder renames: C is the counter, W the counter of the content. So a listing shows which leases live and
+which have a new value; a reader opens only these. A lease without that file is replaced at each heartbeat.
+
 Durability: records and new epochs are fsynced before they get their names. Heartbeats and directories are
 not: after a crash of the file server, live processes write lost files again.
 
-Load: a lease is written every sixth of its time to live, and when its value changes. Who polls the leases of
-servers reads their roster (`roster.py`).
+Load: a lease is renewed every sixth of its time to live, and written when its value changes. Who polls the
+leases of servers reads their roster (`roster.py`).
 
 Caches: NFS caches the absence of a name for up to a minute, but opening the parent directory revalidates it.
 So an absent name is looked up by listing its directory, and content is polled by open and read, never by
@@ -27,9 +31,10 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_rl.core.errors import ConfigError, Stale
 from hpc_rl.core.files import is_full
@@ -46,6 +51,7 @@ READ_TRIES = 4
 READ_PAUSE_S = 0.02
 READ_BYTES = 16 << 20  # more than any record: a short read ends a regular file
 EPOCH = ".epoch-"
+BEAT = re.compile(r"\.beat-(\d+)-(\d+)")  # after the name of a lease: counter, and counter of its content
 RECORD = ".json"
 
 
@@ -60,6 +66,23 @@ class LeaseView:
     age_s: float  # since the last observed move of the counter, by the reader's clock
     counter: int = 0
     ttl_s: float = 0.0
+
+
+class LeaseMark(NamedTuple):
+    """What a listing tells about the newest epoch of a lease.
+
+    The content is new if one of the first three is. A renewal that replaces the file changes the inode; two
+    of them may bring the old one back, and a full disk keeps it.
+    """
+
+    epoch: int
+    inode: int
+    written: int = 0  # counter of the content; 0 without a beat
+    counter: int = 0  # of the newest beat
+
+    @property
+    def content(self) -> tuple[int, int, int]:
+        return self[:3]
 
 
 class NameResolve:
@@ -92,22 +115,33 @@ class NameResolve:
             pause_s = min(2 * pause_s, LAST_POLL_S)
         return record["value"]
 
-    def lease(self, key: str, value: dict[str, Any], ttl_s: float = LEASE_TTL_S) -> Lease:
-        """Take over the key with the next epoch: the highest wins, holders of lower epochs are stale."""
+    def lease(
+        self, key: str, value: dict[str, Any], ttl_s: float = LEASE_TTL_S, *, has_beats: bool = False
+    ) -> Lease:
+        """Take over the key with the next epoch: the highest wins, holders of lower epochs are stale.
+
+        With `has_beats` a heartbeat is a rename that listings show: for many leases that one process watches.
+        """
         path = self._make_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         epoch = max(_list_epochs(path), default=0) + 1
         while True:
             lease = Lease(
-                path, key, epoch, value, ttl_s, clock=self.clock, make_folder=self._make_folder_again
+                path,
+                key,
+                epoch,
+                value,
+                ttl_s,
+                clock=self.clock,
+                make_folder=self._make_folder_again,
+                has_beats=has_beats,
             )
             won = create_exclusive(lease.path, lease.encode())
             epochs = _list_epochs(path)  # fresh: the attempt to create a name revalidated the directory
             highest = max(epochs, default=0)
             if won and highest == epoch:
-                for old in epochs:
-                    if old <= epoch - KEPT_EPOCHS:
-                        path.with_name(f"{path.name}{EPOCH}{old}").unlink(missing_ok=True)
+                for name in _list_names_until(path, epoch - KEPT_EPOCHS):
+                    path.with_name(name).unlink(missing_ok=True)
                 return lease
             epoch = max(highest, epoch) + 1
 
@@ -123,32 +157,41 @@ class NameResolve:
 
     def list_leases(self, prefix: str) -> dict[str, LeaseView]:
         """Return the leases on `prefix` and the keys directly below it, judged by earlier observations."""
-        views = {key: self.load_lease(key, epoch) for key, (epoch, _) in self.list_epochs(prefix).items()}
+        views = {key: self.load_lease(key, mark) for key, mark in self.list_epochs(prefix).items()}
         return {key: view for key, view in views.items() if view is not None}
 
-    def list_epochs(self, prefix: str) -> dict[str, tuple[int, int]]:
-        """Return the newest epoch of each lease of `list_leases`, and the inode of its file.
-
-        A renewal replaces the file. Two of them may bring its old inode back, and a full disk keeps it.
-        """
+    def list_epochs(self, prefix: str) -> dict[str, LeaseMark]:
+        """Return the mark of each lease of `list_leases`. It opens no file."""
         base = self._make_path(prefix)
-        newest: dict[str, tuple[int, int]] = {}
+        newest: dict[str, LeaseMark] = {}
+        beats: dict[tuple[str, int], tuple[int, int]] = {}  # by key and epoch
         for folder, above in ((base.parent, prefix.rpartition("/")[0]), (base, prefix)):
             for name, inode in _scan(folder).items():
-                stem, mark, number = name.rpartition(EPOCH)
-                if mark and number.isdecimal() and (folder == base or stem == base.name):
-                    key = f"{above}/{stem}" if above else stem
-                    newest[key] = max(newest.get(key, (0, 0)), (int(number), inode))
-        return dict(sorted(newest.items()))
+                stem, _, rest = name.rpartition(EPOCH)
+                number, beat = _split_epoch(rest)
+                if not stem or number < 0 or (folder != base and stem != base.name):
+                    continue
+                key = f"{above}/{stem}" if above else stem
+                if beat:  # a rename whose reply was lost may leave two
+                    beats[key, number] = max(beats.get((key, number), beat), beat)
+                else:
+                    newest[key] = max(newest.get(key, LeaseMark(0, 0)), LeaseMark(number, inode))
+        marked = {key: _add_beat(mark, beats.get((key, mark.epoch))) for key, mark in newest.items()}
+        return dict(sorted(marked.items()))
 
-    def load_lease(self, key: str, epoch: int) -> LeaseView | None:
-        """Return one epoch of a lease; None if it is released, absent or unreadable."""
-        record = _load(self._make_path(key, f"{EPOCH}{epoch}"))
+    def load_lease(self, key: str, mark: LeaseMark) -> LeaseView | None:
+        """Return the lease with this mark; None if it is released, absent or unreadable."""
+        record = _load(self._make_path(key, f"{EPOCH}{mark.epoch}"))
         if record is None or record["released"]:
             return None
-        counter, ttl_s = record["counter"], record["ttl_s"]
-        age_s = self.note_counter(key, epoch, counter)
-        return LeaseView(key, record["value"], epoch, age_s <= ttl_s, age_s, counter, ttl_s)
+        fields = (record["value"], mark.epoch, True, 0.0, record["counter"], record["ttl_s"])
+        return self.judge(LeaseView(key, *fields), mark)
+
+    def judge(self, view: LeaseView, mark: LeaseMark) -> LeaseView:
+        """Return a lease as it is now, by the mark of a new listing of the same epoch."""
+        counter = max(view.counter, mark.counter)
+        age_s = self.note_counter(view.key, view.epoch, counter)
+        return replace(view, counter=counter, age_s=age_s, alive=age_s <= view.ttl_s)
 
     def note_counter(self, key: str, epoch: int, counter: int, age_s: float = 0.0) -> float:
         """Note the counter of a lease, and return how long it has not moved.
@@ -211,10 +254,13 @@ class Lease:
     released: bool = False
     clock: Callable[[], float] = time.monotonic
     make_folder: Callable[[Path], None] = lambda path: None
+    has_beats: bool = False  # see NameResolve.lease
 
     def __post_init__(self) -> None:
-        self._written_at = self.clock()
+        self._renewed_at = self.clock()
         self._failed_at = -math.inf
+        self._written = 0  # counter of the content
+        self._beat: Path | None = None
 
     @property
     def path(self) -> Path:
@@ -229,7 +275,7 @@ class Lease:
         changed, now = value is not None and value != self.value, self.clock()
         if now - self._failed_at < self.ttl_s / TRIES_PER_TTL:
             return False
-        return changed or now - self._written_at >= self.ttl_s / HEARTBEATS_PER_TTL
+        return changed or now - self._renewed_at >= self.ttl_s / HEARTBEATS_PER_TTL
 
     def check(self) -> None:
         """Raise Stale once a higher epoch exists."""
@@ -243,8 +289,10 @@ class Lease:
     def renew(self, value: dict[str, Any] | None = None) -> None:
         """Advance the counter, with a new value if given. Raises Stale once a higher epoch exists."""
         self.check()
+        changed = value is not None and value != self.value
         self.value = self.value if value is None else value
-        self._write()
+        if changed or not self.has_beats or not self._show_beat(self.counter + 1):
+            self._write()
 
     def release(self) -> None:
         """Release the key: readers no longer see it. The file stays, so that epochs keep increasing."""
@@ -266,13 +314,54 @@ class Lease:
             if not is_full(error):
                 raise
             overwrite(self.path, text)
-        self._written_at, self._failed_at = self.clock(), -math.inf
+        self._written = self.counter
+        self._renewed_at, self._failed_at = self.clock(), -math.inf
+        if self.has_beats:
+            self._show_beat(self.counter)
+
+    def _show_beat(self, counter: int) -> bool:
+        """Show the counter in the name of the second file; return False if that fails."""
+        path = self.path.with_name(f"{self.path.name}.beat-{counter}-{self._written}")
+        before, self._beat = self._beat, None
+        try:
+            if before is not None:
+                with suppress(FileNotFoundError):  # the directory was removed
+                    os.rename(before, path)
+                    os.utime(path)  # status/heartbeat.py compares the times of leases
+                    self._beat = path
+            if self._beat is None:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        except OSError:
+            return False
+        self._beat, self.counter = path, counter
+        self._renewed_at, self._failed_at = self.clock(), -math.inf
+        return True
+
+
+def _split_epoch(text: str) -> tuple[int, tuple[int, int] | None]:
+    """Return the epoch of a name, -1 without one, and its beat: counter, and counter of the content."""
+    number, dot, _ = text.partition(".")
+    beat = BEAT.fullmatch(text, len(number)) if dot else None
+    if not number.isdecimal() or (dot and beat is None):
+        return -1, None
+    return int(number), None if beat is None else (int(beat[1]), int(beat[2]))
+
+
+def _add_beat(mark: LeaseMark, beat: tuple[int, int] | None) -> LeaseMark:
+    return mark if beat is None else mark._replace(counter=beat[0], written=beat[1])
 
 
 def _list_epochs(base: Path) -> list[int]:
     prefix = base.name + EPOCH
     marks = [name.removeprefix(prefix) for name in _scan(base.parent) if name.startswith(prefix)]
     return [int(mark) for mark in marks if mark.isdecimal()]
+
+
+def _list_names_until(base: Path, epoch: int) -> list[str]:
+    """Return the names of the files of a lease up to an epoch."""
+    prefix = base.name + EPOCH
+    names = [name for name in _scan(base.parent) if name.startswith(prefix)]
+    return [name for name in names if 0 <= _split_epoch(name.removeprefix(prefix))[0] <= epoch]
 
 
 def _replace(path: Path, text: str, durable: bool = True) -> None:

@@ -111,7 +111,7 @@ class Replica:
         self._url = make_http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
         key, value = keys.server(self._who.pool, self._who.index), self._value()
-        self._lease = await asyncio.to_thread(self._names.lease, key, value)
+        self._lease = await asyncio.to_thread(self._names.lease, key, value, has_beats=True)
         self.proxy.epoch = self._lease.epoch
         logger.info("server %d of pool %s listens at %s", self._who.index, self._who.pool, self._url)
         tasks = {asyncio.create_task(self._heartbeat()), asyncio.create_task(self._live())}

@@ -26,4 +26,6 @@ def test_64_nodes_have_one_srun_per_node_and_role_and_quiet_servers(running_clus
     server = found["file_calls_per_minute"]["server"]
     assert server["renames"] <= 7 and server["fsyncs"] == 0, server  # a minute may begin within a beat
     assert found["file_calls_per_minute"]["rollout"]["all"] < 200, "it opens the roster, not 126 leases"
+    supervisor = found["file_calls_per_minute"]["supervisor"]["all"]
+    assert supervisor < 2400, "it lists 126 leases, and reads none of them"
     assert found["file_calls_per_minute"]["serveragent"]["all"] == 0

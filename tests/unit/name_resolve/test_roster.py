@@ -37,9 +37,9 @@ class CountingNames(NameResolve):
         super().__init__(*args)
         self.loaded: list[str] = []
 
-    def load_lease(self, key, epoch):
+    def load_lease(self, key, mark):
         self.loaded.append(key)
-        return super().load_lease(key, epoch)
+        return super().load_lease(key, mark)
 
     def take_loaded(self) -> list[str]:
         loaded, self.loaded = self.loaded, []
@@ -61,14 +61,17 @@ class Trial:
         return self.root / f"{POOL}.json"
 
     def start_server(self, index: int = 0, **value) -> Lease:
-        return self.servers.lease(f"{POOL}/{index}", {"state": "serving", **value}, LEASE_TTL_S)
+        value = {"state": "serving", **value}
+        return self.servers.lease(f"{POOL}/{index}", value, LEASE_TTL_S, has_beats=True)
 
     def start_servers(self, count: int) -> list[Lease]:
         """Start many servers without fsync."""
         folder = self.root / POOL
         folder.mkdir(parents=True, exist_ok=True)
         leases = [
-            Lease(folder / str(index), f"{POOL}/{index}", 1, {"state": "serving"}, LEASE_TTL_S)
+            Lease(
+                folder / str(index), f"{POOL}/{index}", 1, {"state": "serving"}, LEASE_TTL_S, has_beats=True
+            )
             for index in range(count)
         ]
         for lease in leases:
@@ -269,8 +272,46 @@ def test_a_lease_whose_inode_seems_unchanged_is_read_soon(trial, monkeypatch):
         trial.registrar.poll()
     leases[5].value = {"state": "loading"}
     leases[5].path.write_text(leases[5].encode())
-    trial.pass_s(RECHECK_S + 6 * POLL_S)
+    trial.pass_s(2 * RECHECK_S + 6 * POLL_S)
     assert trial.reader.list_leases()[leases[5].key].value == {"state": "loading"}
+
+
+def test_live_servers_are_not_read_again(trial):
+    leases = trial.start_servers(200)
+    while not trial.file.exists():
+        trial.registrar.poll()
+    trial.registrar_names.take_loaded()
+    for _ in range(12):
+        for lease in leases:
+            lease.renew()
+        trial.pass_s(LEASE_TTL_S / 6)
+    assert not trial.registrar_names.take_loaded()
+    assert all(seen.alive and seen.age_s < LEASE_TTL_S for seen in trial.reader.list_leases().values())
+    leases[3].renew({"state": "loading"})
+    leases[3].renew({"state": "serving"})  # its file may have its old inode again
+    trial.pass_s(POLL_S)
+    assert trial.registrar_names.take_loaded() == [leases[3].key]
+
+
+@pytest.mark.parametrize("name", ["rename", "utime"])
+def test_a_beat_that_can_not_be_shown_is_written(trial, monkeypatch, name):
+    lease = trial.start_server()
+    trial.trust()
+    lease.renew()
+
+    def fail(*_args, **_more):
+        raise OSError(errno.EIO, "no reply")
+
+    monkeypatch.setattr(os, name, fail)
+    counter = lease.counter
+    lease.renew()
+    monkeypatch.undo()
+    trial.pass_s(HEARTBEAT_S)
+    assert trial.reader.list_leases()[lease.key].counter > counter
+    assert trial.registrar_names.take_loaded()
+    lease.renew()
+    trial.pass_s(HEARTBEAT_S)
+    assert trial.reader.list_leases()[lease.key].counter == lease.counter
 
 
 def test_a_full_disk_costs_the_roster_one_log_line(trial, monkeypatch, caplog):

@@ -75,6 +75,36 @@ def test_a_lease_lives_while_its_counter_moves_by_the_readers_clock(names, clock
     assert (seen.alive, seen.value) == (True, {"url": "v"})
 
 
+def test_a_lease_with_beats_lives_while_they_come(names, clock):
+    """Its file stays: readers find the beats in a listing."""
+    lease = names.lease("server/0", {"url": "u"}, 5.0, has_beats=True)
+    content = lease.path.read_bytes()
+    for _ in range(3):
+        clock.now += 4
+        lease.renew()
+        seen = names.list_leases("server")["server/0"]
+        assert (seen.alive, seen.age_s, seen.counter) == (True, 0, lease.counter)
+    assert lease.path.read_bytes() == content
+    clock.now += 6
+    assert not names.list_leases("server")["server/0"].alive
+    lease.renew({"url": "v"})
+    seen = names.list_leases("server")["server/0"]
+    assert (seen.alive, seen.value, seen.counter) == (True, {"url": "v"}, lease.counter)
+    assert names.list_epochs("server")["server/0"].written == lease.counter
+    lease.release()
+    assert names.list_leases("server") == {}
+
+
+def test_a_lease_with_beats_survives_the_loss_of_its_folder(names):
+    lease = names.lease("server/0", {"url": "u"}, 5.0, has_beats=True)
+    names.root.parent.mkdir(exist_ok=True)
+    for _ in range(2):
+        lease.renew()
+        shutil.rmtree(names.root)
+        lease.renew()
+        assert names.list_leases("server")["server/0"].counter == lease.counter
+
+
 def test_the_higher_epoch_wins_and_the_lower_one_is_told(names):
     old = names.lease("rollout/0", {"who": "old"}, 5.0)
     new = names.lease("rollout/0", {"who": "new"}, 5.0)
@@ -113,6 +143,10 @@ def test_only_the_newest_two_epochs_are_kept(names):
     for _ in range(5):
         names.lease("owner", {}, 5.0)
     assert sorted(path.name for path in names.root.iterdir()) == ["owner.epoch-4", "owner.epoch-5"]
+    for _ in range(5):
+        names.lease("one", {}, 5.0, has_beats=True).renew()
+    found = sorted(path.name for path in names.root.glob("one*"))
+    assert found == ["one.epoch-4", "one.epoch-4.beat-1-0", "one.epoch-5", "one.epoch-5.beat-1-0"]
 
 
 def test_a_heartbeat_is_due_six_times_in_the_time_to_live_and_when_the_value_changes(names, clock):

@@ -88,7 +88,9 @@ async def served(tmp_path, monkeypatch):
     assert await task == ExitCode.STOPPED
 
 
-async def test_a_quiet_server_writes_its_lease_six_times_a_minute_and_syncs_nothing(served, counted):
+async def test_a_quiet_server_shows_its_lease_six_times_a_minute_and_writes_and_syncs_nothing(
+    served, counted
+):
     _, names, _ = served
     counter = names.list_leases(keys.servers("rollout"))["server/rollout/0"].counter
     counted.clear()
@@ -98,8 +100,9 @@ async def test_a_quiet_server_writes_its_lease_six_times_a_minute_and_syncs_noth
     seen = Counter(counted)
     written = names.list_leases(keys.servers("rollout"))["server/rollout/0"].counter - counter
     assert 1 <= written <= 6 * minutes + 1
-    # a new file, and its name; one may be on its way
-    assert written - 1 <= seen["os.rename"] <= seen["create"] <= written + 1
+    # one may be on its way; the first one creates the file that the others rename
+    assert written - 1 <= seen["os.rename"] + seen["create"] <= written + 1
+    assert seen["create"] <= 1
     assert set(seen) <= {"create", "os.rename", "os.scandir", "open"}
     assert seen["os.scandir"] <= written + 1
     assert seen["open"] <= 30 * minutes + 1, "looks for weights that were published"
@@ -119,4 +122,4 @@ async def test_a_change_is_written_at_once_and_a_pause_is_none(served, counted):
         while names.list_leases(keys.servers("rollout"))["server/rollout/0"].value["version"] != "0.0":
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
-    assert counted["os.rename"] == 1
+    assert counted["os.rename"] <= 2 and counted["create"] <= 2, "the lease, and the file beside it"
