@@ -1,7 +1,8 @@
 """Data exchanged between processes: turns, replies, trajectories and batches, as NumPy arrays.
 
 The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: decoding never executes
-code. Shapes: L = tokens of one trajectory (prompt and completion).
+code. The trajectories of a group share one array for each field. Shapes: L = tokens of one trajectory (prompt
+and completion).
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class TrajectoryGroup:
         """Return the lineages of the weights that sampled its tokens."""
         import numpy as np
 
-        return {int(number) for t in self.trajectories for number in np.unique(t.lineages[t.loss_mask])}
+        made = [t.lineages[t.loss_mask] for t in self.trajectories]
+        return {*np.unique(np.concatenate(made)).tolist()} if made else set()
 
 
 @dataclass(slots=True)
@@ -157,6 +159,9 @@ class EvalResult:
     groups: list[TrajectoryGroup] = field(default_factory=list)
 
 
+_DEFAULTS: dict[str, Any] = {"stats": {}, "has_logprobs": True, "zero_advantage": False}
+_PLAIN = ("reward", "finish_reason", *_DEFAULTS)  # fields of a trajectory that are no arrays
+_ARRAYS = tuple(name for name in Trajectory.__slots__ if name not in _PLAIN)
 _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}
 
 
@@ -168,10 +173,10 @@ def _encode_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if type(value).__name__ in _WIRE:
-        return {
-            "__t__": type(value).__name__,
-            "v": {name: getattr(value, name) for name in value.__slots__},
-        }
+        fields = {name: getattr(value, name) for name in value.__slots__}
+        if isinstance(value, TrajectoryGroup) and (joined := _join_trajectories(value.trajectories)):
+            fields["trajectories"] = joined
+        return {"__t__": type(value).__name__, "v": fields}
     raise TypeError(f"{type(value).__name__} has no wire format")
 
 
@@ -184,8 +189,60 @@ def _decode_value(value: dict[str, Any]) -> Any:
             raise ValueError("object arrays are not accepted")
         return np.frombuffer(value["d"], dtype).reshape(value["s"]).copy()
     if "__t__" in value:
-        return _WIRE[value["__t__"]](**value["v"])
+        fields = value["v"]
+        if value["__t__"] == "TrajectoryGroup" and isinstance(fields["trajectories"], dict):
+            fields["trajectories"] = _split_trajectories(fields["trajectories"])
+        return _WIRE[value["__t__"]](**fields)
     return value
+
+
+def _join_trajectories(rows: list[Trajectory]) -> dict[str, Any] | None:
+    """Return the trajectories of a group with one array for each field; None if they do not fit together.
+
+    A field that only some trajectories have comes with their numbers.
+    """
+    import numpy as np
+
+    if not rows or not all(type(one) is Trajectory for one in rows):
+        return None
+    lengths = [len(one.ids) for one in rows]
+    arrays: dict[str, Any] = {}
+    for name in _ARRAYS:
+        parts: list[Any] = [getattr(one, name) for one in rows]
+        having = [number for number, part in enumerate(parts) if part is not None]
+        if not having:
+            continue
+        own, numbers = lengths, None
+        if len(having) < len(rows):
+            parts, own, numbers = [parts[at] for at in having], [lengths[at] for at in having], having
+        first = parts[0]
+        for part, length in zip(parts, own, strict=True):
+            if type(part) is not np.ndarray or part.dtype != first.dtype or len(part) != length:
+                return None
+            if part.ndim != first.ndim or (part.ndim > 1 and part.shape[1:] != first.shape[1:]):
+                return None
+        arrays[name] = [np.concatenate(parts), numbers]
+    plain = {name: [getattr(one, name) for one in rows] for name in _PLAIN}
+    for name, default in _DEFAULTS.items():
+        if all(one == default for one in plain[name]):
+            del plain[name]
+    return {"lengths": lengths, "arrays": arrays, "plain": plain}
+
+
+def _split_trajectories(joined: dict[str, Any]) -> list[Trajectory]:
+    """Return the trajectories that `_join_trajectories` has joined. Their arrays are views."""
+    lengths, plain = joined["lengths"], joined["plain"]
+    rows: list[dict[str, Any]] = [{} for _ in lengths]
+    for name, (array, numbers) in joined["arrays"].items():
+        at = 0
+        for number in range(len(rows)) if numbers is None else numbers:
+            end = at + lengths[number]
+            rows[number][name] = array[at:end]
+            at = end
+    for name, values in plain.items():
+        for row, one in zip(rows, values, strict=True):
+            row[name] = one
+    return [Trajectory(**row) for row in rows]
 
 
 def encode(value: Any) -> bytes:
