@@ -23,6 +23,7 @@ from hpc_rl.core.gate import Gate
 from hpc_rl.core.types import Turn
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.servers.client import append_spans, open_session
+from hpc_rl.servers.wire import parse_spans
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +314,5 @@ def _parse_turn(answer: dict[str, Any]) -> Turn:
     turn = Turn(
         [entry[1] for entry in tokens], [entry[0] for entry in tokens], [], meta["finish_reason"]["type"]
     )
-    version = {"version": meta.get("weight_version", ""), "start": 0, "end": len(tokens)}
-    append_spans(turn.versions, meta.get("weight_versions") or [version], 0)
+    append_spans(turn.versions, parse_spans(meta, len(tokens)), 0)
     return turn

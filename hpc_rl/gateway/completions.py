@@ -50,8 +50,7 @@ class Completion:
         turn, before = self.turn, len(self.turn.output_ids)
         turn.output_ids += slice_.output_ids
         turn.output_logprobs += slice_.output_logprobs
-        spans = [{"version": label, "start": start, "end": end} for label, start, end in slice_.versions]
-        append_spans(turn.versions, spans, before)
+        append_spans(turn.versions, slice_.versions, before)
         full = len(turn.output_ids) >= self.order.sampling["max_new_tokens"] or not slice_.output_ids
         if slice_.finish_reason == "stop":
             turn.finish_reason = "stop"

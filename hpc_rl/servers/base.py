@@ -63,10 +63,9 @@ class Backend(Protocol):
         """
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
-        """POST `body` to /generate; every PART_S, call `send` with the new tokens of its samples.
+        """Generate as /generate does; every PART_S, call `send` with the new tokens of its samples.
 
-        A part is an answer for one sample with its `index` in the request. The answer at the end has only
-        the tokens that were not sent.
+        The answer at the end is a list with a Part of each sample, the tokens that were not sent.
         """
 
     async def prepare_changes(self, folder: Path) -> None:

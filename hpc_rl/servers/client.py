@@ -1,16 +1,16 @@
-"""The client of one generation server: SGLang's native schema over HTTP, which every proxy serves.
+"""The client of one generation server: generation over a channel, all other calls over HTTP.
 
 `generate_many` hides interruptions: it sends an aborted request again with the tokens so far. The caller gets
 one Turn; its version spans tell which weights generated which tokens. A server sends the tokens of a longer
-request in parts (proxy.py), so that another server continues from them if this one is lost. The router
+request in parts (channel.py), so that another server continues from them if this one is lost. The router
 (router.py) chooses servers and handles failed ones.
 """
 
 import asyncio
+import contextlib
 import functools
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,12 +26,12 @@ from hpc_rl.core.errors import (
     ServerUnavailable,
 )
 from hpc_rl.core.types import TokenLogprobs, Turn
-from hpc_rl.servers.wire import LOGPROBS, PART_S, PARTS, split_lines
+from hpc_rl.servers.channel import Channel, ChannelLost, ChannelRequest
+from hpc_rl.servers.wire import LOGPROBS, PART_S, Part, Span
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 EXACT_HEADER = "X-Hpc-Rl-Exact-Version"  # the server must have the minimum version, not a newer one
 PauseMode = Literal["retract", "abort", "in_place"]
-TakeParts = Callable[[list[dict[str, Any]]], None]
 CONTROL_TIMEOUT_S = 600.0
 JOIN_S = 60.0  # for a process group of a trainer and a server
 BUCKET_S = 30.0  # to send one bucket of weights over it
@@ -63,13 +63,14 @@ def open_session(*, reuse_connections: bool = True) -> aiohttp.ClientSession:
     """
     kept: dict[str, Any] = {"keepalive_timeout": 60} if reuse_connections else {"force_close": True}
     connector = aiohttp.TCPConnector(limit=0, socket_factory=net.open_socket, **kept)
-    return aiohttp.ClientSession(connector=connector)
+    timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S, sock_connect=net.SILENCE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout)
 
 
-def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], offset: int) -> None:
+def append_spans(spans: list[Span], more: list[Span], offset: int) -> None:
     """Append version spans, shifted by `offset`; join neighbours with the same version."""
-    for item in more:
-        version, start, end = str(item["version"]), item["start"] + offset, item["end"] + offset
+    for version, first, last in more:
+        start, end = first + offset, last + offset
         if start == end:
             continue
         if spans and spans[-1][0] == version and spans[-1][2] == start:
@@ -113,24 +114,20 @@ class PartialTurn:
         ids = request.input_ids + self.turn.output_ids
         return {"input_ids": ids, "sampling_params": sampling, "rid": request.rid}
 
-    def absorb(self, answer: dict[str, Any]) -> int:
-        """Append an answer, or a part of it; return the number of its tokens. Raises InputRefused."""
-        turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
-        reason = meta["finish_reason"] or {"type": "abort"}
+    def absorb(self, part: Part) -> None:
+        """Append new tokens. Raises InputRefused."""
+        turn, reason = self.turn, part.finish or {"type": "abort"}
         if reason["type"] == "abort" and reason.get("status_code") == 400:
             raise InputRefused(f"the server aborted the request: {reason.get('message')}")
-        only_span = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
-        spans = meta.get("weight_versions") or [only_span]
-        append_spans(turn.versions, spans, len(turn.output_ids))
-        turn.output_ids += ids
-        turn.output_logprobs += [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        append_spans(turn.versions, part.spans, len(turn.output_ids))
+        turn.output_ids += part.ids
+        turn.output_logprobs += part.logprobs
         turn.finish_reason = reason["type"]
         used_up = self._budget is not None and len(turn.output_ids) >= self._budget
         if turn.finish_reason == "abort" and used_up:
             turn.finish_reason = "length"
         self._heard = time.monotonic()
-        self._num_held = max(0, meta.get("completion_tokens", 0) - self.num_received)
-        return len(ids)
+        self._num_held = max(0, part.num_made - self.num_received)
 
     @property
     def num_received(self) -> int:
@@ -177,6 +174,7 @@ class HttpServerClient:
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else self._data
         self._timeout_s = timeout_s
         self._tokens_per_s = 0.0  # of one sample, lately
+        self._channel = Channel(session, self.url, self._data)
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Generate the samples of one prompt in one call; return their turns when all are done.
@@ -188,11 +186,10 @@ class HttpServerClient:
 
     async def finish(self, partials: list[PartialTurn]) -> list[Turn]:
         """Finish turns, as generate_many. After a failure they keep their tokens, for another server."""
-        headers = self._data | make_version_headers(partials[0].request)
         left = [partial for partial in partials if partial.is_unfinished]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._finish(left, {**headers, "Accept": f"{PARTS}, application/json"})
+                await self._finish(left)
         except TimeoutError as error:
             limit = f"{self._timeout_s:.0f} s (rollout.request_timeout)"
             problem = f"{self.url} did not finish a generation within {limit}"
@@ -208,28 +205,58 @@ class HttpServerClient:
             if partial.is_unfinished:
                 partial.count_lost(self._tokens_per_s)
 
-    async def _finish(self, left: list[PartialTurn], headers: dict[str, str]) -> None:
+    async def _finish(self, left: list[PartialTurn]) -> None:
         pause_s = 0.0
         while left:
-            await asyncio.sleep(pause_s)
-            parts = [partial.body() for partial in left]
-            body = {key: [part[key] for part in parts] for key in parts[0]} if len(parts) > 1 else parts[0]
-            body |= {"return_logprob": True}
-            take = functools.partial(self._take_parts, left)
-            answer = await self._call("/generate", body, headers, take_parts=take)
-            answers = answer if len(parts) > 1 else [answer]
-            for partial, one in zip(left, answers, strict=True):
-                partial.absorb(one)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            parts, first = [partial.body() for partial in left], left[0].request
+            body = {key: [part[key] for part in parts] for key in parts[0]}
+            await self._ask(ChannelRequest(body, first.min_version, first.exact), left)
             made = sum(partial.num_received for partial in left)
             left = [partial for partial in left if partial.is_unfinished]
             # aborted before the first token: the server is paused or updating
             pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)
 
-    def _take_parts(self, partials: list[PartialTurn], parts: list[dict[str, Any]]) -> None:
+    async def _ask(self, request: ChannelRequest, partials: list[PartialTurn]) -> None:
+        """Send a request over the channel; the partial turns take its parts as they come."""
+        path = "/generate"
+        refused: list[InputRefused] = []
+        take = functools.partial(self._take_parts, partials, refused)
+        with self._translate_errors(path, CONTROL_TIMEOUT_S):
+            try:
+                status, answer = await self._generate_parts(request, take)
+            except ChannelLost as error:
+                raise ServerLost(f"{self.url}{path}: {error}") from error
+        if refused:
+            raise refused[0]
+        try:
+            self._check_answer(path, status, answer)
+        except ServerUnavailable as error:
+            if any(partial.num_received for partial in partials):
+                raise ServerLost(str(error)) from error
+            raise
+
+    async def _generate_parts(
+        self, request: ChannelRequest, take: Callable[[list[Part]], None]
+    ) -> tuple[int, Any]:
+        """Generate; call `take` with all parts. Returns the status, and the body of an error."""
+        return await self._channel.ask(request, take)
+
+    def _take_parts(
+        self, partials: list[PartialTurn], refused: list[InputRefused], parts: list[Part]
+    ) -> None:
         for part in parts:
-            partial = partials[part["index"]]
-            partial.absorb(part)
+            partial = partials[part.index]
+            try:
+                partial.absorb(part)
+            except InputRefused as error:
+                refused.append(error)
             self._tokens_per_s = partial.tokens_per_s or self._tokens_per_s
+
+    async def close(self) -> None:
+        """Close the channel: its requests fail with ServerLost."""
+        await self._channel.close()
 
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
         """Return the reward model's score of each input. Raises as generate_many."""
@@ -330,45 +357,35 @@ class HttpServerClient:
         return await self._call("/health", None, self._data, timeout_s)
 
     async def _call(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        headers: dict[str, str],
-        timeout_s: float | None = None,
-        take_parts: TakeParts = lambda _parts: None,
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
-        """POST `body`, or GET if it is None. Calls `take_parts` with the parts of an answer as they come."""
+        """POST `body`, or GET if it is None."""
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=net.SILENCE_S)
-        try:
+        with self._translate_errors(path, timeout_s):
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
-                if response.content_type == PARTS:
-                    return await self._receive_parts(path, response, take_parts)
                 answer = await response.json(content_type=None)
                 status = response.status
+        return self._check_answer(path, status, answer)
+
+    @contextlib.contextmanager
+    def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
+        """Raise ServerUnavailable if no answer came, and ServerLost if it broke off."""
+        try:
+            yield
         except aiohttp.ConnectionTimeoutError as error:
             raise ServerUnavailable(f"no connection to {self.url}{path} within {net.SILENCE_S} s") from error
+        except aiohttp.WSServerHandshakeError as error:
+            kind = RequestRefused if error.status in (401, 403, 404) else ServerUnavailable
+            raise kind(f"{self.url} opened no channel: {error.status} {error.message}") from error
         except aiohttp.ClientConnectorError as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        return self._check_answer(path, status, answer)
-
-    async def _receive_parts(self, path: str, response: aiohttp.ClientResponse, take: TakeParts) -> Any:
-        """Return the answer after its parts. Raises ServerLost if the stream ends before it."""
-        async for text in split_lines(response.content.iter_any()):
-            line = json.loads(text)
-            if "parts" not in line:
-                try:
-                    return self._check_answer(path, line["status"], line["answer"])
-                except ServerUnavailable as error:
-                    raise ServerLost(str(error)) from error
-            take(line["parts"])
-        raise ServerLost(f"{self.url}{path} broke off its answer before the end")
 
     def _check_answer(self, path: str, status: int, answer: Any) -> Any:
         if status == 200:

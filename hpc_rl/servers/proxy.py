@@ -16,9 +16,8 @@ On shared GPUs there are also POST /release_memory_occupation and /resume_memory
 
 /hold_weights lets the server stay at a version for an evaluation: it refuses others until the next such call.
 
-A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
-server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
-one is {"status": ..., "answer": ...} with the rest. A request that ends within PART_S has a plain answer.
+Clients of the trial generate over the channel (GET /channel, channel.py): they get the tokens of a longer
+request while it runs, so that these survive the server.
 """
 
 import asyncio
@@ -37,9 +36,10 @@ from aiohttp.typedefs import Handler
 from hpc_rl.core.auth import Access, Tokens, parse_json_object
 from hpc_rl.core.http_service import HttpService, find_access, make_application, receive_body
 from hpc_rl.servers.base import Answer, Backend
+from hpc_rl.servers.channel import CHANNEL, ChannelRequest, ChannelServer
 from hpc_rl.servers.client import EXACT_HEADER, MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
-from hpc_rl.servers.wire import LOGPROBS, PARTS
+from hpc_rl.servers.wire import LOGPROBS, SendParts
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ CONTROL_POST = (
 OF_WEIGHTS = ("/prepare_weights", "/init_weights_update_group")  # without a label
 FROZEN = "the model of this pool is frozen (never trained), so its servers take no weights"
 MAX_BODY_BYTES = 64 * 2**20
+CLOSE_S = 2.0  # time for running requests to end
 STALE_WAIT_S = 1.0  # a request that needs newer weights waits for their publication
 RELEASED = "released"  # the trainer has the shared GPUs
 UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
@@ -103,6 +104,7 @@ class Proxy:
         self._has_updated = asyncio.Event()  # set at the next update, then replaced
         self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._service: HttpService | None = None
+        self._channel = ChannelServer(self._generate_parts, MAX_BODY_BYTES)
 
     @property
     def state(self) -> str:
@@ -145,14 +147,16 @@ class Proxy:
             app.router.add_get(prefix + "/model_info", self._model_info)
             for path in DATA_POST:
                 app.router.add_post(prefix + path, partial(self._generate, path))
+        app.router.add_get(CHANNEL, self._channel.handle)
         for path in CONTROL_POST:
             app.router.add_post(path, self._control_call)
         app.router.add_post("/shutdown", self._shutdown)
         # a client that disconnects cancels its handler, which aborts the request in the backend
-        self._service = HttpService(app, close_timeout_s=2.0, cancels=True)
+        self._service = HttpService(app, close_timeout_s=CLOSE_S, cancels=True)
         await self._service.start(sock)
 
     async def close(self) -> None:
+        await self._channel.close(CLOSE_S)
         if self._service:
             await self._service.close()
 
@@ -177,22 +181,34 @@ class Proxy:
         return _make_response(200 if state in ("serving", "paused", "waiting", "released") else 503, known)
 
     async def _generate(self, path: str, request: web.Request) -> web.StreamResponse:
-        while self.lifecycle == RELEASED and self.version:
-            await self._has_updated.wait()  # it resumes with newer weights, or with the same again
-        if self.lifecycle != "serving":
-            return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
+        if refusal := await self._find_refusal(least, EXACT_HEADER in request.headers):
+            return _make_response(*refusal)
         try:
-            is_exact = EXACT_HEADER in request.headers
-            if not await self._wait_for_version(least) or (is_exact and self.version != least):
-                return _make_response(503, {"error": "stale", "weight_version": self.version})
             body = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
         except ValueError as error:
             return _make_response(400, {"error": {"message": f"{error}"}})
         with self._busy():
-            if path == "/generate" and PARTS in request.headers.get("Accept", ""):
-                return await self._answer_in_parts(request, body)
             return _make_response(*await self.backend.request(path, body))
+
+    async def _generate_parts(self, request: ChannelRequest, send: SendParts) -> Answer:
+        if refusal := await self._find_refusal(request.least, request.exact):
+            return refusal
+        with self._busy():
+            return await self.backend.generate(request.body, send)
+
+    async def _find_refusal(self, least: str, is_exact: bool) -> Answer | None:
+        """Return the answer to a request that can't be served; wait a while for the version `least`."""
+        while self.lifecycle == RELEASED and self.version:
+            await self._has_updated.wait()  # it resumes with newer weights, or with the same again
+        if self.lifecycle != "serving":
+            return self._not_up()
+        try:
+            if not await self._wait_for_version(least) or (is_exact and self.version != least):
+                return 503, {"error": "stale", "weight_version": self.version}
+        except ValueError as error:
+            return 400, {"error": {"message": f"{error}"}}
+        return None
 
     async def _wait_for_version(self, least: str) -> bool:
         """Return whether the weights are new enough, or are so within STALE_WAIT_S. Raises ValueError."""
@@ -204,21 +220,6 @@ class Proxy:
             if time.monotonic() >= give_up_at:
                 return not is_older(self.version, least)
         return True
-
-    async def _answer_in_parts(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": PARTS})
-
-        async def write_line(line: dict[str, Any]) -> None:
-            if not response.prepared:
-                await response.prepare(request)
-            await response.write(json.dumps(line).encode() + b"\n")
-
-        status, answer = await self.backend.generate(body, lambda parts: write_line({"parts": parts}))
-        if not response.prepared:
-            return _make_response(status, answer)
-        await write_line({"status": status, "answer": answer})
-        await response.write_eof()
-        return response
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:

@@ -80,6 +80,7 @@ class Router:
         self._poller.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._poller
+        await asyncio.gather(*(server.client.close() for server in self._servers.values()))
         await self._session.close()
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:

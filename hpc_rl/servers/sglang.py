@@ -54,6 +54,7 @@ from hpc_rl.servers.wire import (
     LOGPROBS,
     GivenTokens,
     SendParts,
+    convert_to_parts,
     make_given_answer,
     make_refusal,
     parse_given,
@@ -379,7 +380,8 @@ class SGLangBackend:
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         plan = _plan_stream(body)
         if plan is None or self.settings.get("is_embedding"):
-            return await self.request("/generate", body)
+            status, answer = await self.request("/generate", body)
+            return status, convert_to_parts(answer) if status == 200 else answer
         rids, sampling = plan
         continuable = all(map(is_continuable, sampling))
         async with self._streams.open(rids, continuable) as stream:
@@ -394,8 +396,7 @@ class SGLangBackend:
             take = partial(_take_event, stream.samples, label)
             with self._adapters.use(label or ""):
                 request = self.process.stream("/generate", asked, take)
-                status, answers = await self._streams.relay(stream, request, send)
-        return status, answers if batched or status != 200 else answers[0]
+                return await self._streams.relay(stream, request, send)
 
 
 def _plan_stream(body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any] | None]] | None:
@@ -432,7 +433,7 @@ def _take_event(samples: list[StreamedSample], adapter: str | None, event: dict[
     # events that SGLang has joined may repeat the last token
     num_new = meta["completion_tokens"] - sample.num_made
     sample.ids += event["output_ids"][:num_new]
-    sample.logprobs += meta.get("output_token_logprobs", ())[:num_new]
+    sample.logprobs += [entry[0] for entry in meta.get("output_token_logprobs", ())[:num_new]]
     if meta["finish_reason"]:
         own = {} if adapter is None else {"weight_versions": None, "weight_version": adapter}
         sample.end = meta | own

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.servers.base import Answer
-from hpc_rl.servers.wire import PART_S, SendParts, Span, cut_spans
+from hpc_rl.servers.wire import PART_S, Part, SendParts, Span, cut_spans, parse_spans
 
 FIRST_INTERVAL = 8  # tokens between two events of a sample, before the server's speed is known
 MAX_INTERVAL = 64
@@ -41,7 +41,7 @@ class StreamedSample:
 
     rid: str
     ids: list[int] = field(default_factory=list)
-    logprobs: list[list[Any]] = field(default_factory=list)  # entries of output_token_logprobs
+    logprobs: list[float] = field(default_factory=list)
     num_sent: int = 0
     num_announced: int = 0
     end: dict[str, Any] | None = None  # the server's meta_info at the end; its spans cover all tokens
@@ -56,26 +56,23 @@ class StreamedSample:
             return not self.end_is_sent
         return self.num_made > (self.num_announced if label is None else self.num_sent)
 
-    def take(self, label: str | None) -> dict[str, Any]:
-        """Return the unsent tokens as an answer. `label` is the version of a running sample, if known."""
-        meta: dict[str, Any] = {"id": self.rid, "finish_reason": None}
-        ids, logprobs, spans = self.ids, self.logprobs, [(label or "", 0, len(self.ids))]
+    def take(self, index: int, label: str | None) -> Part:
+        """Return the unsent tokens. `label` is the version of a running sample, if known."""
+        ids, logprobs, spans, finish = self.ids, self.logprobs, [(label or "", 0, len(self.ids))], None
         if self.end is not None:
             spans = cut_spans(self._list_spans(self.end, label), self.num_sent)
-            meta, self.end_is_sent = dict(self.end), True
+            finish, self.end_is_sent = self.end["finish_reason"], True
         elif label is None:
             ids, logprobs, spans = [], [], []
-        meta |= {"output_token_logprobs": logprobs, "completion_tokens": self.num_made}
-        meta["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
         self.num_announced = self.num_made
         if ids is self.ids:
             self.num_sent, self.ids, self.logprobs = self.num_made, [], []
-        return {"output_ids": ids, "meta_info": meta}
+        return Part(index, ids, logprobs, spans, finish, self.num_announced)
 
     def _list_spans(self, meta: dict[str, Any], label: str | None) -> list[Span]:
-        if found := meta.get("weight_versions"):
-            return [(str(one["version"]), one["start"], one["end"]) for one in found]
-        return [(label or str(meta.get("weight_version", "")), 0, self.num_made)]
+        if meta.get("weight_versions") or not label:
+            return parse_spans(meta, self.num_made)
+        return [(label, 0, self.num_made)]
 
 
 @dataclass(eq=False)
@@ -88,10 +85,10 @@ class Stream:
     is_waiting: bool  # sent to a paused server: it has no token before the server continues
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Part]:
         """Return the new tokens of the samples that have some."""
         return [
-            {"index": index, **sample.take(self.label)}
+            sample.take(index, self.label)
             for index, sample in enumerate(self.samples)
             if sample.has_news(self.label)
         ]
@@ -154,7 +151,7 @@ class Streams:
             if parts := stream.take():
                 await send(parts)
             return status, answer
-        return 200, [sample.take(stream.label) for sample in stream.samples]
+        return 200, [sample.take(index, stream.label) for index, sample in enumerate(stream.samples)]
 
     # pauses and updates
     def start(self, label: str) -> None:

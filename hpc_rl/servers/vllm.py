@@ -55,6 +55,7 @@ from hpc_rl.servers.wire import (
     GivenTokens,
     NativeRequest,
     SendParts,
+    convert_to_parts,
     make_answer,
     make_given_answer,
     make_refusal,
@@ -223,7 +224,7 @@ def _take_event(
     (choice,) = event["choices"]
     ids, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or ()
     sample.ids += ids
-    sample.logprobs += [[one["logprob"], token, None] for one, token in zip(entries, ids, strict=False)]
+    sample.logprobs += [one["logprob"] for one in entries[: len(ids)]]
     if choice["finish_reason"] is not None:
         sample.end = {
             "id": sample.rid,
@@ -401,20 +402,20 @@ class VLLMBackend:
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         try:
-            requests, batched = split(body, "vLLM servers", refuse_text)
+            requests, _ = split(body, "vLLM servers", refuse_text)
             with_logprobs = bool(body.get("return_logprob"))
             sampling = [make_sampling(one, with_logprobs) for one in requests]
         except RequestRefused as error:
             return 400, make_refusal(str(error))
         if any(one.get("n", 1) != 1 for one in sampling):
-            return await self.request("/generate", body)
+            status, answer = await self.request("/generate", body)
+            return status, convert_to_parts(answer) if status == 200 else answer
         continuable = all(is_continuable(one.sampling) for one in requests)
         async with self._streams.open(
             [one.rid or uuid.uuid4().hex for one in requests], continuable
         ) as stream:
             request = self._stream_all(stream, requests, sampling)
-            status, answers = await self._streams.relay(stream, request, send)
-        return status, answers if batched or status != 200 else answers[0]
+            return await self._streams.relay(stream, request, send)
 
     async def _stream_all(
         self, stream: Stream, requests: list[NativeRequest], sampling: list[dict[str, Any]]

@@ -1,6 +1,6 @@
 """Requests of SGLang's native API: their schema, their validation, and their answers. No torch.
 
-An answer may come in parts (`PARTS`), so that its tokens survive the server: see proxy.py.
+The trial's own clients get an answer in parts (`Part`), so that its tokens survive the server (channel.py).
 
 Backends other than SGLang parse requests here. A sampling parameter that SGLang has and the embedded engine
 lacks is accepted at its neutral value only; any other key is unknown.
@@ -8,7 +8,7 @@ lacks is accepted at its neutral value only; any other key is unknown.
 
 import difflib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
@@ -18,10 +18,27 @@ _KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
 LOGPROBS = "/logprobs"  # our own path: log-probabilities of given tokens
 PAUSE_MODES = ("abort", "retract", "in_place")
-PARTS = "application/x-ndjson"  # in `Accept`: the answer may come in parts; as its type: it does
 PART_S = 0.5  # between two parts of an answer
 Span = tuple[str, int, int]  # version, first token, end
-SendParts = Callable[[list[dict[str, Any]]], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Part:
+    """New tokens of one sample.
+
+    `logprobs` has an entry for each of `ids`, or none. `spans` count from the first of `ids`. `num_made`
+    counts all tokens of the sample in this request, also those not sent yet.
+    """
+
+    index: int  # of the sample in the request
+    ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    finish: dict[str, Any] | None  # SGLang's finish_reason; None while the sample runs
+    num_made: int
+
+
+SendParts = Callable[[list[Part]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +172,24 @@ def make_answer(
     return {"output_ids": made, "meta_info": meta}
 
 
+def parse_spans(meta: dict[str, Any], num_tokens: int) -> list[Span]:
+    """Return the versions of the tokens of a native answer, by its meta_info."""
+    if found := meta.get("weight_versions"):
+        return [(str(one["version"]), one["start"], one["end"]) for one in found]
+    return [(str(meta.get("weight_version", "")), 0, num_tokens)]
+
+
+def convert_to_parts(answer: Any) -> list[Part]:
+    """Return the parts that a native answer, for one sample or several, consists of."""
+    parts = []
+    for index, one in enumerate(answer if isinstance(answer, list) else [answer]):
+        meta, ids = one["meta_info"], one["output_ids"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        spans = parse_spans(meta, len(ids))
+        parts.append(Part(index, ids, logprobs, spans, meta["finish_reason"], len(ids)))
+    return parts
+
+
 def parse_pause_mode(body: dict[str, Any]) -> str:
     """Return the mode of a pause request. Raises RequestRefused."""
     mode = body.get("mode", "abort")
@@ -248,6 +283,21 @@ def parse_sampling(given: dict[str, Any] | None) -> SamplingParams:
         elif key not in _TEXT_ONLY:
             raise make_unknown_key_error(key, KNOWN, _NEUTRAL)
     return _check_values(values)
+
+
+def parse_several(given: list[dict[str, Any] | None]) -> list[SamplingParams]:
+    """Parse the sampling parameters of each sample; neighbours that differ by their seed only, once."""
+    parsed: list[SamplingParams] = []
+    last: dict[str, Any] | None = None
+    for one in given:
+        rest = {name: value for name, value in (one or {}).items() if name != "sampling_seed"}
+        seed = (one or {}).get("sampling_seed")
+        if rest == last and seed is not None:
+            parsed.append(replace(parsed[-1], sampling_seed=_check_integer("sampling_seed", seed)))
+        else:
+            parsed.append(parse_sampling(one))
+        last = rest
+    return parsed
 
 
 def _check_values(values: dict[str, Any]) -> SamplingParams:

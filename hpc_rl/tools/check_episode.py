@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +44,12 @@ from hpc_rl.rollout.executor import make_run_frame
 from hpc_rl.rollout.pipes import NoteKept
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend, ReplicaPlace
-from hpc_rl.servers.client import HttpServerClient, TakeParts
+from hpc_rl.servers.channel import ChannelRequest
+from hpc_rl.servers.client import HttpServerClient
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.router import Router
+from hpc_rl.servers.wire import Part
 from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage
 
 PROGRESS_S = 0.5
@@ -72,14 +75,23 @@ class EngineClient(HttpServerClient):
         self._tokens_per_s = 0.0
 
     async def _call(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        headers: dict[str, str],
-        timeout_s: float | None = None,
-        take_parts: TakeParts = lambda _parts: None,
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
         return self._check_answer(path, *await self._backend.request(path, body))
+
+    async def _generate_parts(
+        self, request: ChannelRequest, take: Callable[[list[Part]], None]
+    ) -> tuple[int, Any]:
+        async def send(parts: list[Part]) -> None:
+            take(parts)
+
+        status, answer = await self._backend.generate(request.body, send)
+        if status == 200:
+            take(answer)
+        return status, answer
+
+    async def close(self) -> None:
+        pass
 
 
 def find_first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from channels import add_channel, flatten
 
 from hpc_rl.core import net
 from hpc_rl.core.http_service import HttpService
@@ -19,12 +20,13 @@ from hpc_rl.gateway.requests import Bounds
 from hpc_rl.gateway.routes import make_gateway_routes
 from hpc_rl.name_resolve import keys
 from hpc_rl.rollout.routes import make_application
+from hpc_rl.servers.channel import ChannelRequest
 
 TOKENS = {"control": "control-token", "data": "data-token"}
 
 
 class FakeServer:
-    """Answers /generate one sample after the other with `reply(body)`: an answer, or a status."""
+    """Answers one sample after the other with `reply(body)`: an answer, or a status."""
 
     def __init__(self, version: str = "0.1") -> None:
         self.version, self.bodies, self.cancelled = version, [], 0
@@ -34,7 +36,7 @@ class FakeServer:
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_post("/generate", self._generate)
+        self._channel = add_channel(app, self._generate)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -42,6 +44,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
+        await self._channel.close(0.1)
         await self._runner.cleanup()
 
     def announce(self, names: Any, index: int = 0, state: str = "serving") -> Any:
@@ -51,8 +54,8 @@ class FakeServer:
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"state": "serving"})
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+    async def _generate(self, request: ChannelRequest) -> Any:
+        body = flatten(request.body)
         self.bodies.append(body)
         try:
             await self.gate.wait()
@@ -60,19 +63,16 @@ class FakeServer:
             self.cancelled += 1
             raise
         if not isinstance(body["rid"], list):
-            replies = [self.reply(body)]
-        else:
-            names = ("input_ids", "sampling_params", "rid")
-            parts = zip(*(body[name] for name in names), strict=True)
-            replies = [self.reply(dict(zip(names, part, strict=True))) for part in parts]
-        if isinstance(replies[0], int):
-            return web.json_response({"error": {"message": "no"}}, status=replies[0])
-        return web.json_response(replies if isinstance(body["rid"], list) else replies[0])
+            return self.reply(body)
+        names = ("input_ids", "sampling_params", "rid")
+        parts = zip(*(body[name] for name in names), strict=True)
+        replies = [self.reply(dict(zip(names, part, strict=True))) for part in parts]
+        return replies[0] if isinstance(replies[0], int) else replies
 
 
 def answer(ids: list[int], version: str, finish: str = "stop") -> dict[str, Any]:
     spans = [{"version": version, "start": 0, "end": len(ids)}]
-    logprobs = [[-(50 + token) / 100, token, None] for token in ids]
+    logprobs = [[-(50 + token) / 64, token, None] for token in ids]
     meta = {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, "weight_versions": spans}
     return {"output_ids": ids, "meta_info": {**meta, "weight_version": version}}
 

@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import xxhash
 from aiohttp import web
+from channels import add_channel
 from patience import extend
 from toy_plans import toy_plan
 
@@ -34,6 +36,7 @@ from hpc_rl.core.types import Batch, decode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_client import RolloutClient
+from hpc_rl.servers.channel import ChannelRequest
 
 ALPHABET = "0123456789+=; "
 EOS = len(ALPHABET)
@@ -103,7 +106,7 @@ def make_trial(
 
 
 class FakeServer:
-    """Speaks /generate: output is a pure function of (input, sampling_seed); the version is whatever
+    """Speaks over the channel: output is a pure function of (input, sampling_seed); the version is whatever
     `version` is set to. As a reward model it speaks /classify: an input scores its length.
     """
 
@@ -142,7 +145,7 @@ class FakeServer:
     async def _main(self) -> None:
         self._stop = asyncio.Event()
         app = web.Application(client_max_size=1 << 26)
-        app.router.add_post("/generate", self._generate)
+        channel = add_channel(app, self._generate)
         app.router.add_post("/classify", self._classify)
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -156,6 +159,7 @@ class FakeServer:
             lease.renew(self._record(url))
             await asyncio.wait({asyncio.ensure_future(self._stop.wait())}, timeout=0.2)
         lease.release()
+        await channel.close(0.1)
         await runner.cleanup()
 
     def _record(self, url: str) -> dict:
@@ -178,18 +182,15 @@ class FakeServer:
         self.requests += 1
         return web.json_response([{"embedding": [len(ids)]} for ids in inputs])
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+    async def _generate(self, request: ChannelRequest) -> Any:
         self.requests += 1
         if self.errors > 0:
             self.errors -= 1
-            return web.json_response({"error": "made up"}, status=500)
+            return 500
         if self.max_delay_s:
             await asyncio.sleep(random.random() * self.max_delay_s)
-        sampling, ids = body["sampling_params"], body["input_ids"]
-        if isinstance(sampling, list):
-            return web.json_response([self._answer(i, s) for i, s in zip(ids, sampling, strict=True)])
-        return web.json_response(self._answer(ids, sampling))
+        pairs = zip(request.body["input_ids"], request.body["sampling_params"], strict=True)
+        return [self._answer(ids, sampling) for ids, sampling in pairs]
 
     def _answer(self, ids: list[int], sampling: dict) -> dict:
         seed = xxhash.xxh64_intdigest(f"{ids}/{sampling['sampling_seed']}".encode())

@@ -68,9 +68,9 @@ def streamed(monkeypatch):
     counts: dict[str, int] = {}
     absorb = PartialTurn.absorb
 
-    def absorb_and_count(self, answer):
-        counts[self.request.rid] = counts.get(self.request.rid, 0) + len(answer["output_ids"])
-        return absorb(self, answer)
+    def absorb_and_count(self, part):
+        counts[self.request.rid] = counts.get(self.request.rid, 0) + len(part.ids)
+        return absorb(self, part)
 
     monkeypatch.setattr(PartialTurn, "absorb", absorb_and_count)
     return counts

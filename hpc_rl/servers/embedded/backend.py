@@ -36,6 +36,8 @@ from hpc_rl.servers.weight_group import run_in_thread
 from hpc_rl.servers.wire import (
     LOGPROBS,
     PART_S,
+    NativeRequest,
+    Part,
     SamplingParams,
     SendParts,
     cut_spans,
@@ -43,7 +45,7 @@ from hpc_rl.servers.wire import (
     make_refusal,
     parse_given,
     parse_pause_mode,
-    parse_sampling,
+    parse_several,
     split,
 )
 
@@ -57,31 +59,42 @@ MAX_SEQUENCES = 4096  # per request
 class _Sample:
     """A sequence, and how many of its tokens are sent."""
 
-    def __init__(self, sequence: Sequence, return_logprob: bool) -> None:
-        self.sequence, self._return_logprob = sequence, return_logprob
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
         self._num_sent, self._end_is_sent = 0, False
 
     def has_news(self) -> bool:
         ended = self.sequence.finish is not None and not self._end_is_sent
         return ended or len(self.sequence.tokens) > self._num_sent
 
-    def take(self, version: str) -> dict[str, Any]:
-        """Return the unsent tokens as an answer. `version` counts for an answer without tokens."""
+    def take(self, index: int) -> Part:
+        """Return the unsent tokens."""
         sequence, start = self.sequence, self._num_sent
         self._num_sent, self._end_is_sent = len(sequence.tokens), sequence.finish is not None
-        answer = make_answer(
-            sequence.rid,
-            sequence.tokens[start:],
-            sequence.logprobs[start:] if self._return_logprob else None,
-            sequence.finish,
-            cut_spans(sequence.spans, start),
-            prompt_tokens=len(sequence.ids),
-            cached_tokens=0,
-            weight_version=version,
-            num_retractions=sequence.num_retractions,
+        # copies: the engine goes on to extend these lists
+        tokens, logprobs = sequence.tokens[start:], sequence.logprobs[start:]
+        return Part(
+            index, tokens, logprobs, cut_spans(sequence.spans, start), sequence.finish, self._num_sent
         )
-        answer["meta_info"]["completion_tokens"] = len(sequence.tokens)
-        return answer
+
+
+class _Countdown:
+    """An event that the last of `count` sequences sets."""
+
+    def __init__(self, count: int) -> None:
+        self._left, self._event = count, asyncio.Event()
+
+    def set(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._event.set()
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Return whether all ended within the time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        return self._left == 0
 
 
 class EmbeddedBackend:
@@ -162,7 +175,7 @@ class EmbeddedBackend:
         return await self._answer_or_refuse(handler(self, body or {}))
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
-        return await self._answer_or_refuse(self._generate(body, send))
+        return await self._answer_or_refuse(self._generate_parts(body, send))
 
     async def _answer_or_refuse(self, answer: Awaitable[Any]) -> Answer:
         try:
@@ -173,25 +186,37 @@ class EmbeddedBackend:
             return 503, make_refusal(str(error))
 
     # generation
-    async def _generate(self, body: dict[str, Any], send: SendParts | None = None) -> Any:
-        requests, batched = split(
-            body,
-            "the embedded engine",
-            lambda text: self._require_tokenizer().encode(text, add_special_tokens=False),
-        )
-        rids = {one.rid for one in requests if one.rid}
-        if running := rids & self._live:
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        requests, batched = self._split(body)
+        sequences, is_several = self._make_sequences(requests)
+        await self._run([_Sample(sequence) for sequence in sequences], requests, None)
+        return_logprob, version = bool(body.get("return_logprob")), self.engine.version
+        answers = [_make_native_answer(one, return_logprob, version) for one in sequences]
+        return answers if batched or is_several else answers[0]
+
+    async def _generate_parts(self, body: dict[str, Any], send: SendParts) -> list[Part]:
+        requests, _ = self._split(body)
+        samples = [_Sample(sequence) for sequence in self._make_sequences(requests)[0]]
+        await self._run(samples, requests, send)
+        return [sample.take(index) for index, sample in enumerate(samples)]
+
+    def _split(self, body: dict[str, Any]) -> tuple[list[NativeRequest], bool]:
+        def encode(text: str) -> list[int]:
+            return self._require_tokenizer().encode(text, add_special_tokens=False)
+
+        return split(body, "the embedded engine", encode)
+
+    def _make_sequences(self, requests: list[NativeRequest]) -> tuple[list[Sequence], bool]:
+        """Return a sequence for each sample, and whether there may be several. Raises RequestRefused."""
+        if running := {one.rid for one in requests if one.rid} & self._live:
             raise RequestRefused(f"rid {min(running)!r} is the id of a request that is still running")
-        params = [parse_sampling(one.sampling) for one in requests]
+        params = parse_several([one.sampling for one in requests])
         if (total := sum(one.n for one in params)) > MAX_SEQUENCES:
             raise RequestRefused(f"the request asks for {total} samples; at most {MAX_SEQUENCES} are allowed")
         sequences: list[Sequence] = []
         for request, one in zip(requests, params, strict=True):
             sequences += self._sequences(request.ids, request.rid, one)
-        samples = [_Sample(sequence, bool(body.get("return_logprob"))) for sequence in sequences]
-        await self._run(samples, rids, send)
-        answers = [sample.take(self.engine.version) for sample in samples]
-        return answers if batched or len(answers) > 1 or params[0].n > 1 else answers[0]
+        return sequences, total > 1
 
     def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
         model = self.engine.model
@@ -214,14 +239,19 @@ class EmbeddedBackend:
         rids = [rid] if params.n == 1 else [f"{rid}_{index}" for index in range(params.n)]
         return [Sequence(ids, params, seed, own) for seed, own in zip(seeds, rids, strict=True)]
 
-    async def _run(self, samples: list[_Sample], rids: set[str], send: SendParts | None) -> None:
+    async def _run(
+        self, samples: list[_Sample], requests: list[NativeRequest], send: SendParts | None
+    ) -> None:
         if self.engine.failure:
             raise RuntimeError(self.engine.failure)
+        rids = {one.rid for one in requests if one.rid}
         self._live |= rids
-        sequences = [sample.sequence for sample in samples]
+        sequences, ending = [sample.sequence for sample in samples], _Countdown(len(samples))
+        for sequence in sequences:
+            sequence.done = ending
         self.engine.submit(sequences)
         try:
-            while not await _wait_for_all(sequences, PART_S if send else None):
+            while not await ending.wait(PART_S if send else None):
                 parts = await self._in_engine(partial(self._take_parts, samples))
                 if parts and send:
                     await send(parts)
@@ -234,15 +264,10 @@ class EmbeddedBackend:
                     lambda: self.engine.abort(lambda one: one.cancelled, "the client has gone")
                 )
 
-    def _take_parts(self, samples: list[_Sample]) -> list[dict[str, Any]]:
+    def _take_parts(self, samples: list[_Sample]) -> list[Part]:
         """Return the new tokens of running samples. Runs in the engine's thread."""
         self.engine.collect({sample.sequence for sample in samples})
-        version = self.engine.version
-        return [
-            {"index": index, **sample.take(version)}
-            for index, sample in enumerate(samples)
-            if sample.has_news()
-        ]
+        return [sample.take(index) for index, sample in enumerate(samples) if sample.has_news()]
 
     def _deliver(self, finished: list[Sequence]) -> None:
         """Pass finished sequences from the engine's thread to this event loop."""
@@ -394,14 +419,19 @@ class EmbeddedBackend:
     }
 
 
-async def _wait_for_all(sequences: list[Sequence], timeout_s: float | None) -> bool:
-    """Return whether all sequences ended within the time."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            for sequence in sequences:
-                await sequence.done.wait()
-            return True
-    return False
+def _make_native_answer(sequence: Sequence, return_logprob: bool, version: str) -> dict[str, Any]:
+    """Return SGLang's answer for an ended sequence. `version` counts for an answer without tokens."""
+    return make_answer(
+        sequence.rid,
+        sequence.tokens,
+        sequence.logprobs if return_logprob else None,
+        sequence.finish,
+        sequence.spans,
+        prompt_tokens=len(sequence.ids),
+        cached_tokens=0,
+        weight_version=version,
+        num_retractions=sequence.num_retractions,
+    )
 
 
 def _load_tokenizer(path: str) -> Tokenizer | None:

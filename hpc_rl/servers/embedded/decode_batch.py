@@ -3,15 +3,29 @@
 The tokens of a row stay in arrays until the row leaves, so a step runs no Python code per row.
 """
 
-import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hpc_rl.servers.embedded.decoder import CacheRows, Model
 from hpc_rl.servers.wire import SamplingParams
+
+
+class Event(Protocol):
+    """An event that sequences may have in common."""
+
+    def set(self) -> None:
+        """Note an end. Called in the event loop."""
+
+
+class _Unwatched:
+    def set(self) -> None:
+        pass
+
+
+UNWATCHED = _Unwatched()  # for sequences that nobody waits for, or not yet
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +44,7 @@ class Sequence:
     num_retractions: int = 0
     prompt_key: bytes = b""
     cancelled: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)  # set in the event loop, after `finish`
+    done: Event = UNWATCHED  # set in the event loop, after `finish`
 
 
 _STATE = np.dtype(

@@ -41,7 +41,7 @@ async def test_chat_in_openais_format(tokenizer, tmp_path):
         assert status == 200 and got["object"] == "chat.completion" and got["model"] == "any"
         assert [choice["message"]["content"] for choice in got["choices"]] == [tokenizer.decode([6, 7])] * 2
         entries = got["choices"][0]["logprobs"]["content"]
-        assert [entry["logprob"] for entry in entries] == [-0.56, -0.57, -0.51]
+        assert [entry["logprob"] for entry in entries] == [-56 / 64, -57 / 64, -51 / 64]
         assert got["choices"][1]["finish_reason"] == "stop" and got["choices"][1]["index"] == 1
         assert got["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
         assert got["metadata"]["weight_version"] == "0.4"
@@ -54,7 +54,7 @@ async def test_completions_in_openais_format(tokenizer, tmp_path):
         status, got = await caller.post("/v1/completions", body)
         first, second = got["choices"]
         assert status == 200 and got["object"] == "text_completion"
-        assert first["logprobs"]["token_logprobs"] == [-0.56, -0.57]
+        assert first["logprobs"]["token_logprobs"] == [-56 / 64, -57 / 64]
         assert first["logprobs"]["text_offset"] == [0, 1]
         assert first["finish_reason"] == "length" and first["token_ids"] == [6, 7]
         assert second["index"] == 1 and second["prompt_token_ids"] == tokenizer.encode("3")
@@ -66,7 +66,10 @@ async def test_generate_in_sglangs_and_in_vllms_format(tokenizer, tmp_path):
         status, got = await caller.post("/generate", {**NATIVE, "rid": "mine"})
         assert status == 200 and got["output_ids"] == [6, 1] and got["text"] == tokenizer.decode([6])
         meta = got["meta_info"]
-        assert meta["output_token_logprobs"] == [[-0.56, 6, None], [-0.51, 1, None]] and meta["id"] == "mine"
+        assert (
+            meta["output_token_logprobs"] == [[-56 / 64, 6, None], [-51 / 64, 1, None]]
+            and meta["id"] == "mine"
+        )
         assert meta["finish_reason"] == {"type": "stop", "matched": 1} and meta["completion_tokens"] == 2
         assert meta["weight_versions"] == [{"version": "0.4", "start": 0, "end": 2}]
         several = {
@@ -78,7 +81,7 @@ async def test_generate_in_sglangs_and_in_vllms_format(tokenizer, tmp_path):
         assert len(got) == 3 and got[2]["meta_info"]["output_token_logprobs"][0][2] == tokenizer.decode([6])
         body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 4}
         status, got = await caller.post("/generate", body)
-        assert got["logprobs"] == [[[{"6": -0.56}], [{"1": -0.51}]]] * 2
+        assert got["logprobs"] == [[[{"6": -56 / 64}], [{"1": -51 / 64}]]] * 2
         assert got["finish_reasons"] == ["stop"] * 2
 
 
@@ -109,7 +112,7 @@ async def test_an_interrupted_completion_is_one_answer(tokenizer, tmp_path):
         assert fake.bodies[-1]["input_ids"] == [*PROMPT, 6, 7]
         found = caller.gateway.log.match([*PROMPT, 6, 7, 8, 1], [False] * 3 + [True] * 4)
         assert found.steps.tolist() == [-1] * 3 + [4, 4, 5, 5]
-        assert found.logprobs[3:].tolist() == pytest.approx([-0.56, -0.57, -0.58, -0.51])
+        assert found.logprobs[3:].tolist() == pytest.approx([-56 / 64, -57 / 64, -58 / 64, -51 / 64])
 
 
 async def test_requests_wait_while_servers_are_away(tokenizer, tmp_path):

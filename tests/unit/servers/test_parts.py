@@ -1,11 +1,9 @@
 """Answers in parts, through HTTP: what a lost server has sent survives it, and another one continues."""
 
 import contextlib
-import json
 
 import pytest
 from conformance import check_logprobs, make_model
-from patience import extend
 
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.net import bind
@@ -17,9 +15,10 @@ from hpc_rl.servers import client as client_module
 from hpc_rl.servers.client import GenerateRequest, PartialTurn, open_session
 from hpc_rl.servers.embedded import backend as backend_module
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
+from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import Router
-from hpc_rl.servers.wire import PARTS, cut_spans, split_lines
+from hpc_rl.servers.wire import Part, SamplingParams, cut_spans, split_lines
 
 TOKENS = {"control": "c" * 8, "data": "d" * 8}
 PROMPT = [4, 13, 5, 13, 6, 14]
@@ -108,9 +107,9 @@ class Meter:
 
     async def __call__(self, parts):
         for part in parts:
-            self.sent[part["index"]] = self.sent.get(part["index"], 0) + len(part["output_ids"])
-            if part["meta_info"]["finish_reason"]:
-                self.ended.add(part["index"])
+            self.sent[part.index] = self.sent.get(part.index, 0) + len(part.ids)
+            if part.finish:
+                self.ended.add(part.index)
         if 0 in self.ended and min(self.sent.get(index, 0) for index in (1, 2)) >= self.least:
             await self.act()
 
@@ -185,7 +184,7 @@ async def test_more_servers_may_be_lost_than_retries_as_long_as_tokens_come(pair
     cuts = []
 
     async def cut(parts):
-        if len(cuts) < 3 and any(part["output_ids"] for part in parts):
+        if len(cuts) < 3 and any(part.ids for part in parts):
             cuts.append(parts)
             raise ConnectionResetError("cut by the test")
 
@@ -194,17 +193,22 @@ async def test_more_servers_may_be_lost_than_retries_as_long_as_tokens_come(pair
     assert len(cuts) == 3 and len(turn.output_ids) == LONG
 
 
-async def test_a_request_that_ends_soon_has_a_plain_answer(models, monkeypatch):
-    monkeypatch.setattr(backend_module, "PART_S", extend(60))
-    async with served(models["0.1"]) as server, open_session() as session:
-        headers = {"Authorization": f"Bearer {TOKENS['data']}", "Accept": PARTS}
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        async with session.post(f"{server.url}/generate", json=body, headers=headers) as response:
-            assert response.content_type == "application/json"
-            assert len((await response.json())["output_ids"]) == 4
+def test_a_part_does_not_change_while_the_engine_goes_on():
+    sequence = Sequence(PROMPT, SamplingParams(), 1, "rid")
+    sample = backend_module._Sample(sequence)
+    sequence.tokens += [5, 6]
+    sequence.logprobs += [-0.5, -0.25]
+    sequence.spans.append(("0.1", 0, 2))
+    first = sample.take(0)
+    sequence.tokens += [7]
+    sequence.logprobs += [-1.0]
+    sequence.spans[-1] = ("0.1", 0, 3)
+    assert (first.ids, first.logprobs, first.spans) == ([5, 6], [-0.5, -0.25], [("0.1", 0, 2)])
+    rest = sample.take(0)
+    assert (rest.ids, rest.logprobs, rest.spans, rest.num_made) == ([7], [-1.0], [("0.1", 0, 1)], 3)
 
 
-async def test_a_client_that_does_not_ask_for_parts_gets_none(models, often):
+async def test_a_client_of_http_gets_no_parts(models, often):
     async with served(models["0.1"]) as server, open_session() as session:
         headers = {"Authorization": f"Bearer {TOKENS['data']}"}
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
@@ -212,17 +216,11 @@ async def test_a_client_that_does_not_ask_for_parts_gets_none(models, often):
             answer = await response.json()
         assert len(answer["output_ids"]) == LONG and not server.bodies
         assert answer["meta_info"]["weight_versions"] == [{"version": "0.1", "start": 0, "end": LONG}]
-        asks = {**headers, "Accept": f"{PARTS}, application/json"}
-        async with session.post(f"{server.url}/generate", json=body, headers=asks) as response:
-            *parts, last = [json.loads(line) for line in (await response.read()).splitlines()]
-        sent = sum(len(part["output_ids"]) for line in parts for part in line["parts"])
-        assert sent and last["status"] == 200 and sent + len(last["answer"]["output_ids"]) == LONG
 
 
 def part(ids, made=None, finish=None):
-    logprobs = [[-0.5, token, None] for token in ids]
-    meta = {"finish_reason": finish, "output_token_logprobs": logprobs, "weight_version": "0.1"}
-    return {"output_ids": ids, "meta_info": {**meta, "completion_tokens": len(ids) if made is None else made}}
+    made = len(ids) if made is None else made
+    return Part(0, ids, [-0.5] * len(ids), [("0.1", 0, len(ids))], finish, made)
 
 
 @pytest.fixture

@@ -8,12 +8,18 @@ import time
 
 import pytest
 
-from hpc_rl.core.errors import ConfigError, RoleFailed
+from hpc_rl.core.errors import ConfigError, RequestRefused, RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys, open_names, shared_fs
 from hpc_rl.servers import replica as replica_module
-from hpc_rl.servers.client import EXACT_HEADER, MIN_VERSION_HEADER, open_session
+from hpc_rl.servers.client import (
+    EXACT_HEADER,
+    MIN_VERSION_HEADER,
+    GenerateRequest,
+    HttpServerClient,
+    open_session,
+)
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.replica import Identity, Replica
 
@@ -99,6 +105,16 @@ async def test_generates_only_while_serving(lifecycle):
     async with proxy_at(lifecycle) as (proxy, call):
         status, answer = await call("POST", "/generate", {"input_ids": [1]})
         assert status == 503 and lifecycle in answer["error"]["message"]
+        assert proxy.backend.calls == []
+
+
+async def test_a_channel_needs_the_data_token():
+    async with proxy_at() as (proxy, _call), open_session() as session:
+        url = f"http://127.0.0.1:{proxy._service._listener.getsockname()[1]}"
+        request = GenerateRequest([1], {"max_new_tokens": 1}, "r")
+        for token in ("wrong", ""):
+            with pytest.raises(RequestRefused, match="401"):
+                await HttpServerClient(session, url, token).generate_many([request])
         assert proxy.backend.calls == []
 
 

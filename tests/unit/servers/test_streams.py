@@ -18,7 +18,7 @@ def registry():
 
 def make_token(sample, *ids):
     sample.ids += ids
-    sample.logprobs += [[-0.5, token, None] for token in ids]
+    sample.logprobs += [-0.5] * len(ids)
 
 
 def end(sample, *spans, kind="length"):
@@ -33,7 +33,7 @@ def absorb(parts, count=1):
     for partial in partials:
         partial.body()
     for part in parts:
-        partials[part.get("index", 0)].absorb(part)
+        partials[part.index].absorb(part)
     return partials
 
 
@@ -49,9 +49,7 @@ async def test_tokens_have_the_label_of_the_weights(registry):
         parts += stream.take()
         make_token(first, 9)
         end(first, ("0.1", 0, 4))
-        parts += [
-            {**sample.take(stream.label), "index": index} for index, sample in enumerate(stream.samples)
-        ]
+        parts += [sample.take(index, stream.label) for index, sample in enumerate(stream.samples)]
     one, other = absorb(parts, 2)
     assert (one.turn.output_ids, one.turn.versions) == ([5, 6, 7, 9], [("0.1", 0, 4)])
     assert (other.turn.output_ids, other.turn.finish_reason) == ([8], "stop")
@@ -132,7 +130,7 @@ async def test_a_stream_that_breaks_passes_on_what_has_come(registry, monkeypatc
             return 503, {"error": {"message": "killed"}}
 
         assert (await registry.relay(stream, request(), send))[0] == 503
-    assert [part["output_ids"] for part in sent] == [[5, 6]]
+    assert [part.ids for part in sent] == [[5, 6]]
 
 
 async def test_parts_come_while_a_request_runs_and_a_short_one_has_none(registry, monkeypatch):
@@ -154,8 +152,8 @@ async def test_parts_come_while_a_request_runs_and_a_short_one_has_none(registry
         monkeypatch.setattr(streams, "PART_S", 0.01 if registry_runs_long else 60.0)
         async with registry.open(["a"], True) as stream:
             status, (rest,) = await registry.relay(stream, request(stream), send)
-        assert status == 200 and rest["output_ids"] == ([6] if registry_runs_long else [5, 6])
-        assert [part["output_ids"] for part in sent] == ([[5]] if registry_runs_long else [])
+        assert status == 200 and rest.ids == ([6] if registry_runs_long else [5, 6])
+        assert [part.ids for part in sent] == ([[5]] if registry_runs_long else [])
         sent.clear()
 
 
@@ -299,6 +297,6 @@ async def test_a_pause_before_an_update_interrupts_what_can_be_continued(make, s
     backend.process.aborted.set()
     for task in (running, waiting):
         status, answer = await task
-        assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
-        (partial,) = absorb([answer])
+        assert status == 200 and answer[0].finish["type"] == "abort"
+        (partial,) = absorb(answer)
         assert partial.turn.output_ids == [1, 2] and partial.turn.versions == [("0.1", 0, 2)]
