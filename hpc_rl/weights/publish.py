@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # first and longest pause between searches for a server
+LOOK_S = 0.25  # between looks at the roster, while no server is ready
 # states in which a server accepts no updates; a starting server loads the newest weights
 BUSY = ("starting", "released", "loading", "stale", "stopping")
 SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower is skipped
@@ -166,7 +167,7 @@ class Publisher:
                 logger.info(form, label, _describe_problems(result))
             waiting = True
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S if targets else LOOK_S)
 
     def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that accept updates; servers that failed before only if there are no others."""

@@ -1,4 +1,7 @@
-"""The values that change from one published version to the next, decoded while the engine still generates."""
+"""The values that change from one published version to the next, decoded while the engine still generates.
+
+They are all values of a small model that changes everywhere, as in float32.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from hpc_rl.weight_files.difference import Rectangle
 from hpc_rl.weight_files.rank_file import StoredRectangle
 
 logger = logging.getLogger(__name__)
+MAX_WHOLE_BYTES = 64 << 20  # of a version with all values; larger ones are loaded from the node's copy
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,9 +52,9 @@ class NewValues:
 
 @dataclass(frozen=True)
 class PreparedChanges:
-    """All values that differ between a version and its base."""
+    """All values that differ between a version and its base; without a base, all values."""
 
-    base: WeightVersion
+    base: WeightVersion | None
     version: WeightVersion
     parts: list[NewValues] = field(repr=False)
 
@@ -59,15 +63,24 @@ class PreparedChanges:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.is_contiguous()}
         return all(shapes.get(part.rectangle.name) == part.rectangle.whole_shape for part in self.parts)
 
+    def covers(self, sizes: dict[str, int]) -> bool:
+        """Return whether they replace all values of tensors with these numbers of values."""
+        found = dict.fromkeys(sizes, 0)
+        for part in self.parts:
+            if part.positions is not None or part.rectangle.name not in found:
+                return False
+            found[part.rectangle.name] += part.rectangle.num_values
+        return found == sizes
+
 
 def read_changes(folder: Path, dtype: torch.dtype) -> PreparedChanges | None:
     """Return the changes of the version in a directory, in the type of the engine.
 
-    Returns None if the version has all values, or if it can't be read: the node's copy has it too.
+    Returns None for all values of a large model, or if the version can't be read: the node's copy has it too.
     """
     try:
         index = VersionIndex.read(folder)
-        if index is None or index.base is None:
+        if index is None or (index.base is None and index.whole_bytes > MAX_WHOLE_BYTES):
             return None
         ranks = range(len(index.files))
         parts = [_decode(stored, dtype) for rank in ranks for stored in load_rank(folder, index, rank)]

@@ -386,9 +386,14 @@ class Model:
 
     def apply(self, changes: PreparedChanges) -> bool:
         """Overwrite the changed weights; return false if they are not of this module, and change nothing."""
-        tensors = {name: p.data for name, p in self.module.named_parameters(remove_duplicate=False)}
-        if not changes.fits(tensors):
+        if self.is_released:
             return False
+        tensors = {name: p.data for name, p in self.module.named_parameters(remove_duplicate=False)}
+        sizes = {name: tensor.numel() for name, tensor in tensors.items() if not self._is_tied(name)}
+        if not changes.fits(tensors) or (changes.base is None and not changes.covers(sizes)):
+            return False
+        if changes.base is None:
+            self._base = {}
         for part in changes.parts:
             part.write(tensors[part.rectangle.name])
         self.finish_writing()

@@ -131,8 +131,12 @@ class EmbeddedEngine:
         If it raises OSError or ValueError, the old weights stay loaded.
         """
         start = time.monotonic()
-        if changes is not None and str(changes.base) == self.version and self.model.apply(changes):
-            source = f"changes since {changes.base}"
+        if (
+            changes is not None
+            and (changes.base is None or str(changes.base) == self.version)
+            and self.model.apply(changes)
+        ):
+            source = f"changes since {changes.base}" if changes.base else "its published values"
         else:
             self.model.load(path)
             source = path

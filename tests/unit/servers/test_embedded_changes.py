@@ -1,6 +1,7 @@
 """The embedded engine takes the changes of a published version in place of the whole model."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from version_history import publish_model
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
+from hpc_rl.servers.embedded import changes as changes_module
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 from hpc_rl.servers.embedded.changes import read_changes
 from hpc_rl.servers.embedded.decoder import Model
@@ -34,8 +36,8 @@ async def site(tmp_path):
     await backend.stop()
 
 
-async def update(site, prepare=True):
-    body = {"model_path": "", "weight_version": str(SECOND)}
+async def update(site, prepare=True, version=SECOND):
+    body = {"model_path": "", "weight_version": str(version)}
     if prepare:
         assert (await site.request("/prepare_weights", body))[0] == 200
     assert (await site.request("/update_weights_from_disk", body))[0] == 200
@@ -70,7 +72,30 @@ async def test_changes_of_another_base_are_loaded_whole(site, tmp_path, caplog):
     assert "from changes since" not in caplog.text
 
 
-def test_a_version_with_all_values_and_a_damaged_one_have_no_changes(tmp_path, caplog):
+async def test_all_values_of_a_small_model_replace_its_weights(site, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make_model(tmp_path / "other", 3)
+    publish_model(site.copy.versions, WeightVersion(0, 3), None, None, tmp_path / "other")
+    engine = await update(site, version=WeightVersion(0, 3))
+    assert "from its published values" in caplog.text
+    assert engine.model.compute_checksums() == Model(str(tmp_path / "other"), "float32").compute_checksums()
+
+
+def test_values_that_are_not_all_are_not_applied_as_a_version(tmp_path):
+    make_model(tmp_path / "model", 0)
+    publish_model(tmp_path / "versions", FIRST, None, None, tmp_path / "model")
+    changes = read_changes(tmp_path / "versions" / str(FIRST), torch.float32)
+    make_model(tmp_path / "other", 1)
+    model = Model(str(tmp_path / "other"), "float32")
+    checksums = model.compute_checksums()
+    assert not model.apply(replace(changes, parts=changes.parts[1:]))
+    assert model.compute_checksums() == checksums
+    assert model.apply(changes)
+    assert model.compute_checksums() == Model(str(tmp_path / "model"), "float32").compute_checksums()
+
+
+def test_all_values_of_a_large_model_and_a_damaged_version_have_no_changes(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(changes_module, "MAX_WHOLE_BYTES", 1000)
     for seed in (0, 1):
         make_model(tmp_path / f"model-{seed}", seed)
     copy_with_changes(tmp_path / "model-0", tmp_path / "after", 1)
