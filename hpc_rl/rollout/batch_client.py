@@ -42,15 +42,23 @@ class RolloutClient:
     _on_progress: Callable[[], None] = lambda: None
 
     def batch_bytes(
-        self, step: int, lineage: int, stopping: threading.Event | None = None, within_s: float = math.inf
+        self,
+        step: int,
+        lineage: int,
+        stopping: threading.Event | None = None,
+        within_s: float = math.inf,
+        version: int | None = None,
     ) -> bytes | None:
         """Return the encoded batch `step` for a trainer at version step-1 of `lineage`; None when stopped.
+
+        With `version` step-2 the trainer asks early, before it has trained on the batch of the step before.
 
         Also None if the attempt ends before the batch can be made. Raises Stale if a trainer of a later
         lineage has already asked, RoleFailed if the role stays away or can't answer, TimeoutError if the
         batch is not ready within_s: ask again.
         """
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
+        path += "" if version is None else f"&version={version}"
         return self._wait_for_answer("GET", path, None, stopping, within_s)
 
     def evaluate(

@@ -38,12 +38,18 @@ def make_rollout_routes(
         try:
             step, lineage = int(request.query["step"]), int(request.query["lineage"])
             wait_s = min(float(request.query.get("wait_s", LONG_POLL_S)), LONG_POLL_S)
+            version = int(request.query.get("version", step - 1))
         except (KeyError, ValueError, OverflowError):
-            raise web.HTTPBadRequest(text="/batch?step=<int>&lineage=<int>[&wait_s=<seconds>]") from None
+            form = "/batch?step=<int>&lineage=<int>[&wait_s=<seconds>][&version=<int>]"
+            raise web.HTTPBadRequest(text=form) from None
         if step < 1 or lineage < 0 or math.isnan(wait_s):
             raise web.HTTPBadRequest(text="steps count from 1, lineages from 0, wait_s from 0")
-        get = service.batch if find_access(request) == Access.CONTROL else service.get_sealed_batch
-        body = await get(step, lineage, wait_s)
+        if not 0 <= version <= step - 1 <= version + 1:
+            raise web.HTTPBadRequest(text=f"a trainer at version {version} can't train on batch {step} next")
+        if find_access(request) == Access.CONTROL:
+            body = await service.batch(step, lineage, wait_s, version)
+        else:
+            body = await service.get_sealed_batch(step, lineage, wait_s)
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:

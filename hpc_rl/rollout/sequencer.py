@@ -215,6 +215,8 @@ class Sequencer:
         rules, ready = self.rules, self.log.ready
         if step != self.log.top + 1:
             return None
+        if rules.batch_sequences is None and len(ready) < rules.batch_size:
+            return None  # soon: this is called for each group
         if rules.batch_sequences is not None:
             chosen = self._choose_groups(rules.batch_sequences, allocations or {})
         else:

@@ -318,11 +318,13 @@ class RolloutService:
         self.evaluations.cancel_before(self.sequencer.log.lineage)
         self._issue()
 
-    async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
+    async def batch(self, step: int, lineage: int, wait_s: float, version: int | None = None) -> bytes | None:
         """Return the bytes of batch `step`, cut now if necessary; None if it can't be cut within wait_s.
 
-        For the trainer, which is at version step-1 of this lineage. Raises Stale, Refused, OSError.
+        For the trainer, which is at `version` of this lineage: step-1, or step-2 if it asks early. Raises
+        Stale, Refused, OSError.
         """
+        version = step - 1 if version is None else version
         await self.begin(lineage)
         if self.sequencer.untouched and not self.sequencer.running and step > 1:
             await self._skip_to(step)
@@ -330,7 +332,7 @@ class RolloutService:
             async with self._cutting, self._end_on_error():
                 self._adopt()  # another incarnation may have cut batches unknown to this one
         self._refuse_skipping(step)
-        self.observe(lineage, step - 1)
+        self.observe(lineage, version)
         deadline = time.monotonic() + wait_s
         while True:
             self._refuse_older(lineage)

@@ -36,6 +36,7 @@ from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine, FrozenBase, Scorer
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
+from hpc_rl.rollout.batch_prefetch import BatchPrefetch
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
@@ -88,6 +89,11 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         critic = Critic(run.critic, config.critic, start.ranks, per_step)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
+    prefetch = None
+    is_ahead = config.async_training and config.rollout.max_head_offpolicyness > 0
+    if is_ahead and start.ranks.rank == 0 and not start.shares_gpus:
+        prefetch = BatchPrefetch(RolloutClient(start.names, start.tokens))
+        stack.callback(prefetch.close)
     is_beside = config.valid_dataset is not None and not config.evaluator.blocking
     if publisher is not None and not (is_beside and run.pending_evaluations):
         publisher.release()  # servers that a start before this one held
@@ -109,7 +115,7 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     if start.shares_gpus:
         engines = [*run.engines, *([] if frozen is None else [frozen])]
         shared = SharedGPUs(engines, start.ranks, lending, run.stats)
-    return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic, shared)
+    return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic, shared, prefetch)
 
 
 def _open_publisher(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> Publisher:

@@ -21,6 +21,7 @@ from hpc_rl.core.types import Batch, EvalResult, decode
 from hpc_rl.engines.base import Engine, Scorer
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
+from hpc_rl.rollout.batch_prefetch import BatchPrefetch
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.trainers.algorithm_options import (
     find_entropy_coefficient,
@@ -49,7 +50,7 @@ class GRPO:
 
     `num_prompts` is the number of prompts in one epoch. `reference` is the frozen model of the KL terms, if
     any. `samples` keeps completions, on rank 0. `critic` is the value model of PPO. `shared_gpus` are the
-    GPUs that trainer and servers share, if they do.
+    GPUs that trainer and servers share, if they do. `prefetch` fetches the next batch early, on rank 0.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class GRPO:
         samples: SampleWriter | None = None,
         critic: Critic | None = None,
         shared_gpus: SharedGPUs | None = None,
+        prefetch: BatchPrefetch | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run = run
@@ -71,6 +73,7 @@ class GRPO:
         self.samples = samples
         self.critic = critic
         self.shared_gpus = shared_gpus
+        self.prefetch = prefetch
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm, self.options = load_algorithm(run.config)
@@ -102,9 +105,11 @@ class GRPO:
             return self._fetch_batch(step)
 
     def _fetch_batch(self, step: int) -> Batch | None:
-        run = self.run
+        run, early = self.run, self.prefetch.take(step) if self.prefetch else None
 
         def fetch() -> bytes | None:
+            if early is not None:
+                return early.body
             try:
                 return self.rollout.batch_bytes(step, run.lineage, run.stopping, within_s=ROUND_S)
             except TimeoutError:
@@ -114,7 +119,9 @@ class GRPO:
             self._settle(wait=False)
             body = run.ranks.bytes_from_rank0(fetch)
             if body:
-                batch: Batch = decode(body)
+                batch: Batch = decode(body) if early is None else early.batch
+                if self.prefetch is not None and step < self.total_steps:
+                    self.prefetch.begin(step + 1, run.lineage)
                 own = (group.index for group in batch.groups if group.index < FIRST_OUTSIDE)
                 newest = max(own, default=-1)
                 self._frontier = {"sealed": step, "newest_prompt": newest}

@@ -193,6 +193,25 @@ async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
     assert len(set(bodies)) == 1
 
 
+async def test_a_trainer_that_asks_early_gets_the_same_batch_and_issues_nothing_for_weights_it_lacks(
+    tmp_path,
+):
+    runs: list[str] = []
+    noting = lambda frame: runs.append(frame["version"]) or "group"  # noqa: E731
+    service = make(tmp_path, noting)
+    await batches(service, 1)
+    early = await service.batch(2, 0, 5, version=0)
+    assert decode(early).step == 2 and {*runs} == {"0.0"}
+    assert await service.batch(2, 0, 5) == early
+    await asyncio.sleep(0)
+    assert "0.1" in runs
+    async with asked(service) as client:
+        get = lambda query: client.get(f"/batch?lineage=0&{query}", headers=CONTROL)  # noqa: E731
+        assert (await get("step=3&version=1")).status == 200
+        for query in ("step=4&version=1", "step=2&version=2", "step=1&version=-1", "step=2&version=x"):
+            assert (await get(query)).status == 400
+
+
 async def test_synchronous_no_group_is_made_by_weights_given_up(tmp_path):
     """It published 1.1 before it asked: what ran meanwhile is not the data of batch 4, and the server has
     nothing better yet.

@@ -27,6 +27,7 @@ from hpc_rl.core.errors import ConfigError, DataUnusable
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import REGENERATED, Batch, EvalResult, Trajectory, TrajectoryGroup, encode
+from hpc_rl.rollout.batch_prefetch import FetchedBatch
 from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, place_schedule
 from hpc_rl.trainers.minibatches import divide_rows
 
@@ -98,6 +99,30 @@ def grpo_recipe(
     run = make_run(tmp_path, config)
     transport = SimpleNamespace(settle=lambda wait: None)
     return GRPO(run, FakeRollout(), transport, num_prompts=10, reference=reference)
+
+
+class FakePrefetch:
+    """Has the batches that a test puts into `found`."""
+
+    def __init__(self):
+        self.found, self.begun = {}, []
+
+    def take(self, step):
+        return self.found.pop(step, None)
+
+    def begin(self, step, lineage):
+        self.begun.append(step)
+
+
+def test_a_batch_that_was_fetched_early_is_not_requested(tmp_path):
+    recipe = grpo_recipe(tmp_path)
+    recipe.prefetch, recipe.total_steps = FakePrefetch(), 7
+    early = batch_of([1.0, 0.0])
+    recipe.prefetch.found[6] = FetchedBatch(encode(early), early)
+    assert recipe.batch(6) is early and recipe.prefetch.begun == [7]
+    recipe.rollout = FakeRollout(encode(batch_of([1.0, 0.0], step=7)))
+    assert recipe.batch(7).step == 7 and not recipe.rollout.answers
+    assert recipe.prefetch.begun == [7], "there is no step 8"
 
 
 def test_a_batch_is_requested_in_rounds_until_it_arrives_or_a_rank_stops(tmp_path):
