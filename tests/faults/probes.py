@@ -43,6 +43,7 @@ CONTROL = {
 SERVER = [
     ("GET", "/health"),
     ("GET", "/model_info"),
+    ("GET", "/channel"),
     ("POST", "/generate"),
     ("POST", "/v1/chat/completions"),
     *(("POST", path) for path in CONTROL["server"]),
