@@ -64,6 +64,7 @@ gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python benchmarks/engines.py --device cuda --out benchmarks/results/engines_gpu.json
+	$(BIN)/python benchmarks/loss_memory.py --device cuda --out benchmarks/results/loss_memory_gpu.json
 
 rows: $(VENV)/dev
 	$(BIN)/python tests/rows/bite.py

@@ -1,4 +1,4 @@
-"""The training step of the engines in tokens/s, and the peak memory of the loss at a vocabulary of 152k.
+"""The training step of the engines in tokens/s. The loss alone: loss_memory.py.
 
     python benchmarks/engines.py [--pairs 5] [--device cpu] [--out benchmarks/results/engines.json]
 
@@ -6,11 +6,6 @@ Step: one update over rows of uneven lengths, from one checkpoint, by each engin
 (fsdp in both layouts) and by plain transformers: padded micro-batches of the same rows with an attention mask,
 cross entropy of whole logits, AdamW. All report the same loss at the first step, else the run ends. Tokens
 are those of the rows, without padding.
-
-Loss: log-probabilities and their backward pass for hidden states and head, in a process of its own for each
-case. Peers: whole logits; AReaL's way, whole logits with the softmax in chunks of rows; PyTorch's
-linear_cross_entropy in chunks. Peak memory is that of the process less what it was with the inputs, or on a
-GPU what was allocated; gradients of all cases are compared by their norms.
 
 Sides run in turn within a round, in a new order each time; a ratio is taken within a round and the median over
 rounds counts. On a CPU one thread and CPU seconds.
@@ -20,9 +15,7 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,11 +33,9 @@ from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, Trai
 from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.shared.logprobs import token_logprobs
 from hpc_rl.engines.shared.micro_batches import cut
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
-Shape = dict[str, int]
 LR, BETAS, EPS = 1e-4, (0.9, 0.95), 1e-5
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -53,7 +44,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rows": 16,
         "lengths": (64, 512),
         "tokens_per_mb": 2048,
-        "loss": {"tokens": 2048, "vocabulary": 151_936, "width": 256},
     },
     "cuda": {  # Qwen2.5-0.5B
         "model": {
@@ -66,7 +56,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rows": 64,
         "lengths": (256, 4096),
         "tokens_per_mb": 32_768,
-        "loss": {"tokens": 16_384, "vocabulary": 151_936, "width": 4096},
     },
     "tiny": {  # for the test of this file
         "model": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64},
@@ -74,7 +63,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rows": 4,
         "lengths": (3, 12),
         "tokens_per_mb": 24,
-        "loss": {"tokens": 64, "vocabulary": 512, "width": 16},
     },
 }
 
@@ -229,110 +217,7 @@ def measure_step(shape: dict[str, Any], device: str, pairs: int) -> dict[str, An
             "first_loss": first[name],
         }
         print("step", name, found[name], flush=True)
-    return {"shape": {**shape, "loss": None}, "sides": found, "missing": missing}
-
-
-# -- the loss
-
-
-def of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None]).squeeze(1)
-
-
-def loss_ours(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return token_logprobs(hidden, head, targets)[0].sum()
-
-
-def loss_whole(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return of_logits(hidden @ head.T, targets).sum()
-
-
-def loss_areal(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = hidden @ head.T
-    parts = zip(logits.split(1024), targets.split(1024), strict=True)  # as areal.utils.functional does
-    return torch.cat([of_logits(*part) for part in parts]).sum()
-
-
-def loss_torch(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    options = torch.nn.LinearCrossEntropyOptions()  # in chunks
-    return -F.linear_cross_entropy(hidden, head, targets, reduction="sum", options=options)
-
-
-CASES = {"ours": loss_ours, "whole logits": loss_whole, "areal": loss_areal, "torch chunked": loss_torch}
-
-
-def one_loss(case: str, shape: Shape, device: str) -> dict[str, float]:
-    """Run in a process of its own: a peak can't be taken back."""
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-
-    def draw(*size: int) -> torch.Tensor:
-        return (
-            torch.randn(*size, generator=generator).mul_(size[-1] ** -0.25).to(device, dtype).requires_grad_()
-        )
-
-    hidden, head = draw(shape["tokens"], shape["width"]), draw(shape["vocabulary"], shape["width"])
-    targets = torch.randint(0, shape["vocabulary"], (shape["tokens"],), generator=generator).to(device)
-    work = CASES[case]
-    work(hidden[:2], head[:8], targets[:2] % 8).backward()  # imports, and what is made once
-    hidden.grad = head.grad = None
-    before = memory(device, begin=True)
-    begin = seconds(device)
-    loss = work(hidden, head, targets)
-    loss.backward()
-    took = seconds(device) - begin
-    assert hidden.grad is not None and head.grad is not None
-    return {
-        "peak_mb": (memory(device) - before) / 1e6,
-        "gradient_mb": (hidden.grad.nbytes + head.grad.nbytes) / 1e6,
-        "s": took,
-        "loss": float(loss.detach()),
-        "norms": float(hidden.grad.float().norm() + head.grad.float().norm()),
-    }
-
-
-def memory(device: str, begin: bool = False) -> int:
-    """Bytes: what is in use, or at most was since."""
-    if device != "cpu":
-        if begin:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() if begin else torch.cuda.max_memory_allocated()
-    if begin:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
-def measure_loss(size: str, device: str, pairs: int) -> dict[str, Any]:
-    shape: Shape = SHAPES[size]["loss"]
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
-    missing = {}
-    names = list(CASES)
-    for number in range(pairs):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            command = [sys.executable, __file__, "--case", name, "--size", size, "--device", device]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                missing[name] = done.stderr.strip().splitlines()[-1]  # out of memory, or an old PyTorch
-                continue
-            rows[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print("loss", name, rows[name][-1], flush=True)
-    found = {}
-    for name, runs in rows.items():
-        if not runs:
-            continue
-        off = abs(runs[0]["norms"] / rows["ours"][0]["norms"] - 1)
-        if off > (1e-4 if device == "cpu" else 2e-2):
-            raise SystemExit(f"gradients of {name} are others: {runs[0]} against {rows['ours'][0]}")
-        pairs_of = list(zip(runs, rows["ours"], strict=False))
-        found[name] = {
-            **{key: spread([run[key] for run in runs]) for key in ("peak_mb", "gradient_mb", "s")},
-            "ratio_peak": spread([run["peak_mb"] / ours["peak_mb"] for run, ours in pairs_of]),
-            "ratio_s": spread([run["s"] / ours["s"] for run, ours in pairs_of]),
-        }
-    return {"shape": shape, "cases": found, "missing": missing}
+    return {"shape": shape, "sides": found, "missing": missing}
 
 
 # -- all
@@ -366,19 +251,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="rounds; each has one run of every side")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(SHAPES), help="sizes; by default those of the device")
-    parser.add_argument("--case", choices=tuple(CASES), help=argparse.SUPPRESS)  # one process of the loss
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     size = args.size or args.device
     torch.set_num_threads(1)
-    if args.case:
-        print(json.dumps(one_loss(args.case, SHAPES[size]["loss"], args.device)))
-        return
     result = {
         "pairs": args.pairs,
         "device": args.device,
         "step": measure_step(SHAPES[size], args.device, args.pairs),
-        "loss": measure_loss(size, args.device, args.pairs),
         "machine": machine_of(args.device),
         "versions": versions(),
         "command": "python " + " ".join(sys.argv),

@@ -27,6 +27,7 @@ MB = 1 << 20
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22
 CHUNK_LOGITS_ON_GPU = 320 << 20
+TILE_ROWS = TILE_COLUMNS = 512
 FILE_BYTES = 5_000_000_000  # size of a published or exported file, as in engines/shared/hf_io.py
 CUDA_BYTES = 2 * GB  # on the GPU, for CUDA's context, NCCL and the libraries' workspaces
 PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch, with CUDA and without
@@ -475,21 +476,25 @@ def _count_loss(load: RankLoad) -> Items:
         "activations": kept + tokens * shape.width * (8 + 2 * b),
     }
     if load.table_params:
-        vocabulary = shape.vocabulary / load.mesh.t
-        at_once = CHUNK_LOGITS_ON_GPU if load.on_gpu else CHUNK_LOGITS
-        most_rows = max(CHUNK_ROWS, int(at_once // vocabulary))
-        logits = min(tokens, most_rows) * vocabulary
+        most_rows, columns = _choose_tile(shape.vocabulary / load.mesh.t, load.on_gpu)
+        logits = min(tokens, most_rows) * columns
+        is_kept = tokens <= most_rows and columns == shape.vocabulary / load.mesh.t
         cast_bytes = b if b < 4 else 0  # of gradients in the compute type
         # the sum is float32; a chunk adds its part after most of its logits are freed
         added = max(0.0, cast_bytes * load.table_params - 4 * logits)
         if not load.engine.use_lora:
             items["gradient of the head"] = 4 * load.table_params + added
-        backward = (
-            4 + cast_bytes + (4 if tokens <= most_rows else 0)
-        ) * logits  # kept, if all rows fit in one chunk
+        backward = (4 + cast_bytes + (4 if is_kept else 0)) * logits
         forward = 8 * logits - items.get("gradient of the head", 0.0)  # log-probabilities and probabilities
         items["logits of a chunk"] = max(backward, forward)
     return items
+
+
+def _choose_tile(vocabulary: float, on_gpu: bool) -> tuple[int, float]:
+    """Return the rows and columns of the logits in memory at once, as `choose_tile` of logprobs.py."""
+    at_once = CHUNK_LOGITS_ON_GPU if on_gpu else CHUNK_LOGITS
+    rows = max(CHUNK_ROWS, int(at_once // vocabulary))
+    return (rows, vocabulary) if on_gpu or rows >= TILE_ROWS else (TILE_ROWS, TILE_COLUMNS)
 
 
 def _count_layer_backward(load: RankLoad) -> Items:

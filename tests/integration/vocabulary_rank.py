@@ -8,7 +8,7 @@ import gloo_ranks
 import torch
 import torch.distributed as dist
 
-from hpc_rl.engines.shared.logprobs import token_logprobs
+from hpc_rl.engines.shared.logprobs import Tile, token_logprobs
 
 
 def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:
@@ -21,16 +21,16 @@ def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:
     part = slice(rank * 52 // num_ranks, (rank + 1) * 52 // num_ranks)
 
     def values_and_gradients(
-        head: torch.Tensor, column: Any, chunk_rows: int | None, group: dist.ProcessGroup | None
+        head: torch.Tensor, column: Any, tile: Tile | None, group: dist.ProcessGroup | None
     ):
         inputs = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(*inputs, targets[:, column], 0.7, chunk_rows, group)
+        logprobs, entropy = token_logprobs(*inputs, targets[:, column], 0.7, tile, group)
         total = (logprobs * weights[:, column]).sum() + 0.5 * (entropy * weights[:, 0]).sum()
         return (logprobs.detach(), entropy.detach(), *torch.autograd.grad(total, inputs))
 
-    for column, chunk_rows in itertools.product((0, slice(None)), (None, 7, 128)):
+    for column, tile in itertools.product((0, slice(None)), (None, Tile(7, 52), Tile(128, 52), Tile(128, 9))):
         *whole, head_gradient = values_and_gradients(head, column, None, None)
-        got = values_and_gradients(head[part], column, chunk_rows, dist.group.WORLD)
+        got = values_and_gradients(head[part], column, tile, dist.group.WORLD)
         for mine, want in zip(got, (*whole, head_gradient[part]), strict=True):
             assert (mine - want).abs().max() <= 3e-6 * want.abs().max()
 

@@ -18,7 +18,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.megatron.modules import AllTokens, Norm, PackedAttention
 from hpc_rl.engines.megatron.packed import RankBatch
 from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, pad_vocabulary
-from hpc_rl.engines.shared.logprobs import count_chunk_rows, token_logprobs
+from hpc_rl.engines.shared.logprobs import choose_tile, token_logprobs
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.model import DTYPES
 
@@ -216,7 +216,12 @@ class PolicyModel(GPTModel):
         group = self.pg_collection.tp
         if group.size() == 1:
             return token_logprobs(
-                hidden_nH, head_vH, targets_n, temperature, entropy_clamp=self.entropy_clamp
+                hidden_nH,
+                head_vH,
+                targets_n,
+                temperature,
+                entropy_clamp=self.entropy_clamp,
+                needs_entropy=self.training,
             )
         rows, rank = len(head_vH), group.rank()
         own = min(rows, self.vocabulary - rows * rank)  # without padding
@@ -226,8 +231,9 @@ class PolicyModel(GPTModel):
             head_vH[:own],
             targets_n + (own - rows) * rank,
             temperature,
-            count_chunk_rows(rows, hidden_nH.device.type),
+            choose_tile(rows, hidden_nH.device.type),
             group,
+            needs_entropy=self.training,
         )
 
     def _of_all_tokens(self, values_n: torch.Tensor, batch: RankBatch) -> torch.Tensor:

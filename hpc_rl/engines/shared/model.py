@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
     def outputs(
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probability and entropy of each target, float32 [N]."""
+        """Return log-probability and entropy of each target, float32 [N]; no entropy outside of training."""
         head_VH = get_local(self.hf.get_output_embeddings().weight)
         return token_logprobs(
             hidden_NH,
@@ -82,6 +82,7 @@ class LanguageModel(nn.Module):
             temperature,
             group=self.tensor_group,
             entropy_clamp=self.entropy_clamp,
+            needs_entropy=self.training,
         )
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:

@@ -396,7 +396,7 @@ def test_a_micro_batch_on_gpus_is_limited_unless_the_user_says_null():
 
 
 def test_constants_are_those_of_the_trainer():
-    for name in ("CHUNK_ROWS", "CHUNK_LOGITS", "CHUNK_LOGITS_ON_GPU"):
+    for name in ("CHUNK_ROWS", "CHUNK_LOGITS", "CHUNK_LOGITS_ON_GPU", "TILE_ROWS", "TILE_COLUMNS"):
         assert getattr(memory, name) == getattr(logprobs, name)
     assert memory.FILE_BYTES == hf_io.MAX_FILE_BYTES
     assert max(MAX_CHAIN + 2, disk.KEEP + 1) == STORED_MODELS
