@@ -175,13 +175,12 @@ def name_job(
     if not settings.is_slurm:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         return JobNames(*folders, submission or f"{settings.scheduler}-{stamp}-{suffix}", "", "", 0)
-    slurm_job = own = env["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_TASK_ID" in env:
-        # In one task of every array, SLURM_JOB_ID is the id of the whole array.
-        slurm_job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-        own = slurm_job if settings.is_server_task else own
+    slurm_job = env["SLURM_JOB_ID"]
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")  # or left from a parent job
+    if settings.is_server_task or submission == f"{array}-{task}":
+        slurm_job = f"{array}_{task}"  # in one task of every array, SLURM_JOB_ID is the id of the whole array
     restart = int(start or 0) + count_slurm_restarts(env)
-    return JobNames(*folders, submission or own, slurm_job, trial_job, restart)
+    return JobNames(*folders, submission or slurm_job, slurm_job, trial_job, restart)
 
 
 def count_slurm_restarts(env: Mapping[str, str]) -> int:

@@ -113,10 +113,10 @@ def submit_array(
         for lock in locks:
             lock.keep()
         write_json(path, {**array.to_json(), "job_id": job_id})
-        for number, (one, member) in enumerate(zip(made, members, strict=True)):
+        for number, (submission, member) in enumerate(zip(made, members, strict=True)):
             config = member.planned.loaded.config
             own, native = name_task(job_id, number)
-            record_job(one, config, own, scheduler, command, native_id=native)
+            record_job(submission, config, own, scheduler, command, native_id=native)
     return made
 
 

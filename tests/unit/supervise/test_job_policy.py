@@ -41,10 +41,10 @@ def test_the_words_of_a_script_become_settings():
 @pytest.mark.parametrize(
     ("values", "arguments", "env", "attempt", "slurm_job"),
     [
-        ({}, [], {}, "7.0", "7_3"),
-        ({}, [], {"SLURM_RESTART_COUNT": "2"}, "7.2", "7_3"),
+        ({}, [], {}, "7.0", "7"),
+        ({}, [], {"SLURM_RESTART_COUNT": "2"}, "7.2", "7"),
         ({}, ["7-3", "0"], {"SLURM_RESTART_COUNT": "2"}, "7-3.2", "7_3"),  # of a sweep
-        ({}, ["5", "3"], {"SLURM_RESTART_COUNT": "2"}, "5.5", "7_3"),
+        ({}, ["5", "3"], {"SLURM_RESTART_COUNT": "2"}, "5.5", "7"),
         ({"script_name": "servers.sbatch"}, ["", "0", "6"], {}, "7_3.0", "7_3"),
         ({"scheduler": "allocation"}, ["7-abc"], {}, "7-abc.0", ""),
         ({"scheduler": "local"}, [], {}, "local-19700101-000100-beef.0", ""),
