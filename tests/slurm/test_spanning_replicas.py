@@ -172,6 +172,7 @@ def test_sglang_on_two_hosts_serves_a_trial(cluster):
 def test_the_servers_of_a_lost_node_return_on_another(cluster):
     """Slurm takes the node out of the job; its servers become a job of their own, which ends with the trial."""
     embedded = {"allocation_mode": "embedded:d2+fsdp:d1", "cluster__n_nodes": 3}
+    embedded["launcher__slurm__replace_servers"] = True
     one = submit(cluster, "replaced", total_train_steps=100_000, **embedded)
     before = one.wait_for_servers(0, 1)
     one.wait_for_steps(2)

@@ -207,7 +207,7 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     and may join and leave at any time."""
     servers: ServerJobsConfig = field(default_factory=ServerJobsConfig)
     """Options that differ for the server nodes, in the layouts `hetjob` and `jobs`."""
-    replace_servers: bool = True
+    replace_servers: bool = False
     """Submit a job for the servers of a node that Slurm has lost: it takes the node out of a running job for
     good. In layout `allocation`, for nodes with servers alone. hpc-rl extension."""
     continue_by: Literal["requeue", "successor"] = "requeue"

@@ -116,7 +116,11 @@ def test_replicas_that_span_nodes_have_one_step_and_one_task_of_the_array():
 
 @pytest.mark.parametrize(
     ("options", "has_script"),
-    [((), True), (("replace_servers=false",), False), (("backend=submitit", "time=1:00:00"), False)],
+    [
+        ((), False),
+        (("replace_servers=true",), True),
+        (("replace_servers=true", "backend=submitit", "time=1:00:00"), False),
+    ],
 )
 def test_a_job_has_a_script_for_the_servers_of_lost_nodes(options, has_script):
     texts = scripts(*options)
