@@ -31,7 +31,7 @@ from hpc_rl.rollout import routes
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.executor import Executor
 from hpc_rl.rollout.report import describe_progress, keep_reporting
-from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.rollout.sequencer import Sequencer, make_rules
 from hpc_rl.rollout.service import RolloutService
 from hpc_rl.supervise.ownership import end_when_fenced
 from hpc_rl.trials.user_code import fingerprint_judges
@@ -45,24 +45,6 @@ def serve_rollout(context: role.Context) -> int:
     assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
     end_when_fenced(open_names(context.trial, context.config), context.attempt)
     return asyncio.run(serve(context, context.config))
-
-
-def make_rules(config: GRPOConfig) -> Rules:
-    """Return the configured rules for order, age and retries."""
-    batch_size, rollout = config.train_dataset.batch_size, config.rollout
-    n_samples, section = config.gconfig.n_samples, config.environments
-    return Rules(
-        batch_size=batch_size,
-        max_concurrent=rollout.max_concurrent_rollouts or 2 * batch_size,
-        eta=rollout.max_head_offpolicyness if config.async_training else 0,
-        bound=rollout.staleness_bound,
-        order=rollout.batch_order,
-        prompt_retries=rollout.prompt_retries,
-        queue_size=rollout.queue_size,
-        batch_sequences=None if section is None else batch_size * n_samples,
-        n_samples=n_samples,
-        own_prompts=has_own_prompts(config),
-    )
 
 
 def open_prompts(config: GRPOConfig) -> tuple[Curriculum, dict[str, Prompts]]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.core.errors import Stale
 from hpc_rl.core.records import BatchWait, BatchWaitRecord
 from hpc_rl.rollout.batch_fill import can_add_up, choose_sizes
@@ -51,6 +52,24 @@ class Rules:
     def bounds_age(self) -> bool:
         """Whether each group's age counts; always true in synchronous training."""
         return self.bound != "soft" or self.eta == 0
+
+
+def make_rules(config: GRPOConfig) -> Rules:
+    """Return the configured rules for order, age and retries."""
+    batch_size, rollout = config.train_dataset.batch_size, config.rollout
+    n_samples, section = config.gconfig.n_samples, config.environments
+    return Rules(
+        batch_size=batch_size,
+        max_concurrent=rollout.max_concurrent_rollouts or 2 * batch_size,
+        eta=rollout.max_head_offpolicyness if config.async_training else 0,
+        bound=rollout.staleness_bound,
+        order=rollout.batch_order,
+        prompt_retries=rollout.prompt_retries,
+        queue_size=rollout.queue_size,
+        batch_sequences=None if section is None else batch_size * n_samples,
+        n_samples=n_samples,
+        own_prompts=has_own_prompts(config),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ from hpc_rl.weight_files.rank_file import StoredRectangle
 INDEX_NAME = "index.json"
 MODEL_FOLDER = "model"  # of a version with all values: config.json and the tokenizer's files
 FORMAT = 1
+# Sizes of the model that differences may have together before a version with all values. Differences of 3.7 %
+# then cost 4.9 % with these versions. A late server reads the size of four models at most.
+MAX_CHAIN = 3
 
 
 @dataclass(frozen=True)

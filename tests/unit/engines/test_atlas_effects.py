@@ -33,7 +33,8 @@ from hpc_rl.servers.server_process import make_arguments
 from hpc_rl.servers.vllm import make_settings
 from hpc_rl.stats.sinks import RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.trainers import compose
-from hpc_rl.trainers.run import Timer, find_tokenizer_folder
+from hpc_rl.trainers.run import find_tokenizer_folder
+from hpc_rl.trainers.timer import Timer
 
 WORDS = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.ppo_n_minibatches=1"]
 WORDS += ["model_name_or_path=/m", "num_generations=2"]

@@ -21,8 +21,8 @@ from hpc_rl.plan.estimate import STORED_MODELS, Estimate, estimate
 from hpc_rl.plan.memory import ModelShape
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials import needs
+from hpc_rl.weight_files.chain import MAX_CHAIN
 from hpc_rl.weights import disk
-from hpc_rl.weights.disk_transport import MAX_CHAIN
 
 SFT = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "train_dataset.batch_size=1024"]
 GPUS = ["model.path=/m", "train_dataset.max_length=8192", "total_train_steps=100"]

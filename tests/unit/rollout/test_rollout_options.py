@@ -16,7 +16,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, decode
 from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.name_resolve import open_names
-from hpc_rl.roles.rollout import make_rules
+from hpc_rl.rollout.sequencer import make_rules
 from hpc_rl.roles.rollout_worker import open_servers, open_worker
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
