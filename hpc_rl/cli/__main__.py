@@ -21,6 +21,8 @@ from hpc_rl.core.log import escape_controls
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, and train the model on this machine"),
     "check": ("check", "check a configuration without a submission; --episode runs one prompt"),
+    "simulate": ("simulate", "predict step time, goodput and makespan of a configuration; submit nothing"),
+    "tune": ("tune", "recommend the split and other options after a short trial"),
     "submit": ("submit", "check a configuration and submit it as a job"),
     "sweep": ("sweep", "submit trials that differ in some options; compare their results"),
     "run": ("run", "run a configuration inside a Slurm allocation (salloc)"),
@@ -65,6 +67,8 @@ SYNONYMS = {
         "logs": "log tail",
         "samples": "sample completions rollouts",
         "submit": "train start",
+        "simulate": "predict plan",
+        "tune": "recommend optimize autotune",
         "check": "validate verify try",
     }.items()
     for typed in words.split()

@@ -103,6 +103,7 @@ class Proxy:
         self.calls: dict[str, Callable[[dict[str, Any]], Awaitable[Answer]]] = {}
         self._has_updated = asyncio.Event()  # set at the next update, then replaced
         self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
+        self.num_requests, self.request_s = 0, 0.0  # answered ones, and the sum of their durations
         self._service: HttpService | None = None
         self._channel = ChannelServer(self._generate_parts, MAX_BODY_BYTES)
 
@@ -122,13 +123,16 @@ class Proxy:
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
+        begun = time.monotonic()
         if not self._num_running:
-            self._busy_since = time.monotonic()
+            self._busy_since = begun
         self._num_running += 1
         try:
             yield
         finally:
             self._num_running -= 1
+            self.num_requests += 1
+            self.request_s += time.monotonic() - begun
             if not self._num_running:
                 self._busy_s += time.monotonic() - self._busy_since
 

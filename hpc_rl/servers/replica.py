@@ -191,7 +191,8 @@ class Replica:
         path = self._trial.attempt(self._who.attempt).server_use(self._who.index, self._who.incarnation)
         try:
             path.parent.mkdir(exist_ok=True)
-            write_atomic(path, json.dumps({"busy_s": busy_s}), durable=False)
+            use = {"busy_s": busy_s, "request_s": round(self.proxy.request_s, 3)}
+            write_atomic(path, json.dumps({**use, "requests": self.proxy.num_requests}), durable=False)
             self._reported_s = busy_s
         except OSError as error:
             logger.warning("the server can't record its busy time, so `hpc-rl report` lacks it: %s", error)

@@ -56,7 +56,7 @@ class Activity:
 
 
 class Clock:
-    """Seconds since the start of the simulation. Calls at equal times happen in the order of their request."""
+    """Seconds since the start of the simulation. Calls at equal times happen in the order of requests."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -25,7 +25,9 @@ class Costs:
     decode_sequence_s: float = 5e-5  # more for each sequence
     prefill_token_s: float = 2e-5  # per token of a new prompt, or of a sequence whose cache was dropped
     prompt_tokens: float = 512.0
-    server_sequences: int = 256  # sequences that a server decodes at once: its setting, or what its cache holds
+    server_sequences: int = (
+        256  # sequences that a server decodes at once: its setting, or what its cache holds
+    )
     reward_s: float = 0.1  # from the last token of a group to its place in the batch log
     lengths: tuple[int, ...] = ()  # tokens of completions; empty: lognormal, up to max_new_tokens
     # training
@@ -63,6 +65,7 @@ class Costs:
     start_server_s: float = 120.0
     start_rollout_s: float = 20.0
     start_trainer_s: float = 90.0
+    end_s: float = 10.0  # from the last step to the end of the job: the last export and the ends of all roles
     start_unit_ops: float = 60.0  # file operations of a process at its start
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,7 +75,9 @@ class Costs:
         if self.lengths:
             return self.lengths
         drawn = random.Random(0)
-        return tuple(max(1, round(drawn.lognormvariate(*DEFAULT_LENGTHS))) for _ in range(NUM_DEFAULT_LENGTHS))
+        return tuple(
+            max(1, round(drawn.lognormvariate(*DEFAULT_LENGTHS))) for _ in range(NUM_DEFAULT_LENGTHS)
+        )
 
     @property
     def mean_length(self) -> float:

@@ -131,7 +131,9 @@ class Attempt:
     def __init__(self, life: Life, nodes: list[str], restart: int) -> None:
         self.life, self.nodes, self.restart = life, nodes, restart
         self.clock, self.setup, self.costs, self.faults = life.clock, life.setup, life.costs, life.faults
-        self.machine = AttemptMachine(list(self.setup.units), self.setup.recover_mode, self.setup.recover_retries)
+        self.machine = AttemptMachine(
+            list(self.setup.units), self.setup.recover_mode, self.setup.recover_retries
+        )
         self.events: list[LoggedEvent] = []
         self.code, self.reason, self.is_lost, self.is_over = 0, "", False, False
         self._over = Event()
@@ -194,7 +196,11 @@ class Attempt:
         by_role: dict[str, list[tuple[Key, int]]] = defaultdict(list)
         for start in starts:
             by_role[start.unit.role].append(((start.unit.role, start.unit.index), start.incarnation))
-        ready = {"server": costs.start_server_s, "rollout": costs.start_rollout_s, "trainer": costs.start_trainer_s}
+        ready = {
+            "server": costs.start_server_s,
+            "rollout": costs.start_rollout_s,
+            "trainer": costs.start_trainer_s,
+        }
         for role, units in by_role.items():
             self.clock.after(launch_s + ready.get(role, 0.0), lambda units=units: self._serve(units))  # type: ignore[misc]
 
@@ -245,6 +251,8 @@ class Attempt:
     def _report(self, key: Key, found: UnitExit) -> None:
         slot = self.machine.slots[key]
         self._execute(self.machine.handle_exit(self.clock.now, key, slot.incarnation, found))
+        if self.machine.phase is not Phase.RUNNING:
+            return
         due = [
             one.restart_at
             for one in self.machine.slots.values()
@@ -254,7 +262,9 @@ class Attempt:
             self._tick_after(min(due) - self.clock.now)
 
     def _tick_after(self, delay_s: float) -> None:
-        self.clock.after(delay_s, lambda: None if self.is_over else self._execute(self.machine.tick(self.clock.now)))
+        self.clock.after(
+            delay_s, lambda: None if self.is_over else self._execute(self.machine.tick(self.clock.now))
+        )
 
     def _finish(self, code: int, reason: str) -> None:
         if not self.is_over:

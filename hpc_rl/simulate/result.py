@@ -11,6 +11,7 @@ from typing import Any
 from hpc_rl.simulate.costs import Costs
 from hpc_rl.simulate.job import Life
 from hpc_rl.simulate.setup import Faults, Setup
+from hpc_rl.simulate.trainer import StepRow
 from hpc_rl.status.goodput import Bucket, Goodput
 
 MAX_LIFE_S = 365 * 86400.0
@@ -57,9 +58,11 @@ class Result:
     reason: str
     steps: int
     makespan_s: float  # from the submission to the end
-    step_s: float  # mean, of steps that count
+    step_s: float  # mean, of steps that count, without the first one
+    first_row_s: float  # from the start of the first job to the end of the first step
     parts_s: dict[str, float]  # mean of wait_s, train_s, publish_s, evaluate_s, save_s
     tokens_per_s: float  # trained on, prompts included, over the makespan
+    steady_tokens_per_s: float  # from the end of the first quarter of the steps to that of the last one
     staleness: dict[int, float]  # age -> share of the groups
     goodput: Goodput
     attempts: int
@@ -103,7 +106,7 @@ def run(setup: Setup, costs: Costs, faults: Faults | None = None, seed: int = 0)
     rows = list({row.step: row for row in life.rows}.values())
     names = ("wait_s", "train_s", "publish_s", "evaluate_s", "save_s")
     parts = {name: fmean(getattr(row, name) for row in rows) if rows else 0.0 for name in names}
-    step_s = fmean(row.step_s for row in rows) if rows else 0.0
+    step_s = fmean(row.step_s for row in rows[1:] or rows) if rows else 0.0
     goodput = life.timeline.compute_goodput()
     ages: Counter[int] = life.batches.sequencer.log.staleness
     total = ages.total() or 1
@@ -116,8 +119,10 @@ def run(setup: Setup, costs: Costs, faults: Faults | None = None, seed: int = 0)
         steps=len(rows),
         makespan_s=life.clock.now,
         step_s=step_s,
+        first_row_s=life.rows[0].time - life.first_start_s if life.rows else 0.0,
         parts_s=parts,
         tokens_per_s=sum(life.trained_tokens.values()) / life.clock.now if life.clock.now else 0.0,
+        steady_tokens_per_s=_compute_steady_rate(rows, life.trained_tokens),
         staleness={age: count / total for age, count in sorted(ages.items())},
         goodput=goodput,
         attempts=life.num_attempts,
@@ -128,6 +133,12 @@ def run(setup: Setup, costs: Costs, faults: Faults | None = None, seed: int = 0)
         bottleneck=_find_bottleneck(setup, parts, goodput, full, busy),
         calls=life.clock.num_calls,
     )
+
+
+def _compute_steady_rate(rows: list[StepRow], tokens: dict[int, float]) -> float:
+    first, *later = rows[len(rows) // 4 :] or [StepRow(0, 0)]
+    seconds = later[-1].time - first.time if later else 0.0
+    return sum(tokens[row.step] for row in later) / seconds if seconds else 0.0
 
 
 def _find_bottleneck(

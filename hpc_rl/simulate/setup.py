@@ -1,4 +1,4 @@
-"""The inputs of a simulation besides costs: what a configuration and its plan ask for, and what goes wrong."""
+"""The inputs of a simulation besides costs: what a configuration and its plan ask for, and faults."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Setup:
     keep: int = 2  # newest checkpoints
     steps_per_epoch: float | None = None  # if the number of rows is known
     time_limit_s: float | None = None  # of a job
+    max_sequences: int = MAX_SEQUENCES  # to simulate
 
     @property
     def num_servers(self) -> int:
@@ -79,7 +80,7 @@ class Setup:
         MIN_PROMPTS prompts, and the simulation ends soon.
         """
         sequences = self.rules.batch_size * self.n_samples * self.total_steps
-        wanted = max(sequences / MAX_SEQUENCES, self.num_servers / MAX_SERVERS, 1.0)
+        wanted = max(sequences / self.max_sequences, self.num_servers / MAX_SERVERS, 1.0)
         most = max(1.0, self.rules.batch_size / MIN_PROMPTS)
         number = max(1, round(self.num_servers / min(wanted, most)))
         return self.num_servers / number

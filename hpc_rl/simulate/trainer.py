@@ -108,6 +108,8 @@ class Trainer:
             if stops and step < total:
                 yield from self._stop(step)
                 return
+        self.does(Bucket.STOP, total)
+        yield self.costs.end_s
         self._exit(ExitCode.DONE)
 
     def kill(self) -> None:

@@ -6,6 +6,7 @@ ENDING while all units stop; OVER. `now` is any monotonic clock, in seconds.
 """
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +155,7 @@ class AttemptMachine:
         self._result: Consequence | None = None  # fixed before the trainer has exited
         self._deadline = 0.0
         self._killed = False
+        self._num_running = 0  # counted, because 10,000 servers exit one by one
 
     def restore(self, failures: int, incarnations: dict[Key, int]) -> None:
         """Continue from earlier supervisors: their failures, and each unit's next incarnation."""
@@ -167,9 +169,9 @@ class AttemptMachine:
     def note_progress(self, step: int) -> list[Action]:
         """Note a new generation: earlier exits of a helper without a peer were not a crash loop."""
         self.failures = 0
-        roles = [slot.unit.role for slot in self.slots.values()]
+        peers = Counter(slot.unit.role for slot in self.slots.values())
         for slot in self.slots.values():
-            if roles.count(slot.unit.role) == 1:
+            if peers[slot.unit.role] == 1:
                 slot.exits_in_a_row = 0
         return [LogEvent(EventKind.PROGRESS, {"step": step})]
 
@@ -232,6 +234,7 @@ class AttemptMachine:
         if slot.state is not SlotState.RUNNING or slot.incarnation != incarnation:
             return []
         slot.state = SlotState.IDLE
+        self._num_running -= 1
         if slot.killed_as:
             found, slot.killed_as = slot.killed_as, None
         slot.exits_in_a_row = 1 if slot.was_healthy(now) else slot.exits_in_a_row + 1
@@ -291,6 +294,7 @@ class AttemptMachine:
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.state = SlotState.RUNNING
+        self._num_running += 1
         slot.started_at, slot.served_at = now, None
         event = LogEvent(EventKind.STARTED, slot.about_incarnation)
         return [event, Start(slot.unit, slot.incarnation)]
@@ -408,7 +412,7 @@ class AttemptMachine:
         return asked + self._finish_if_empty()
 
     def _finish_if_empty(self) -> list[Action]:
-        return [] if self._list_running() else self._over("")
+        return [] if self._num_running else self._over("")
 
     def _over(self, note: str) -> list[Action]:
         self.phase = Phase.OVER

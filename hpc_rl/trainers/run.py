@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata

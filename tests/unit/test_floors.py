@@ -19,7 +19,7 @@ FLOORS = [
     {"atropos"},
     {"status", "examples"},
     {"trials"},
-    {"api"},
+    {"api", "simulate"},
     {"cli", "roles"},
     {"tools"},
     {"__init__"},  # only its names for type checkers: at run time it imports what is asked for

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and needs it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # per request
+TEST_PACE = "HPC_RL_TEST_DECODE_S"  # for tests: seconds of a decode step, and more for each row
+
+
+def load_pace(environ: Mapping[str, str]) -> Callable[[int], float] | None:
+    """Return the artificial duration of a decode step by its rows, which tests and benchmarks set."""
+    if TEST_PACE not in environ:
+        return None
+    step_s, row_s = map(float, environ[TEST_PACE].split(","))
+    return lambda num_rows: step_s + row_s * num_rows
 
 
 class _Sample:
@@ -153,7 +163,7 @@ class EmbeddedBackend:
         self._tokenizer = _load_tokenizer(self._tokenizer_path or path)
         config = self._config
         limits = config.max_running_requests, config.batch_invariant
-        self._engine = EmbeddedEngine(model, version, self._deliver, *limits)
+        self._engine = EmbeddedEngine(model, version, self._deliver, *limits, load_pace(os.environ))
         self._engine.start()
         form = "the embedded engine has loaded %s in %.1f s (%s)"
         logger.info(form, path, time.monotonic() - start, type(model.decoder).__name__)

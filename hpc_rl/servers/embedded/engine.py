@@ -36,7 +36,8 @@ class EmbeddedEngine:
 
     After the start, only this thread uses the model. It calls `deliver` with the sequences that finished in a
     step. It decodes at most `max_running` rows at once; with `batch_invariant` each row separately, in a
-    cache whose shape depends only on the row's length.
+    cache whose shape depends only on the row's length. `pace` returns the seconds to sleep before a step,
+    by its rows, for tests.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class EmbeddedEngine:
         deliver: Callable[[list[Sequence]], None],
         max_running: int = 256,
         batch_invariant: bool = False,
+        pace: Callable[[int], float] | None = None,
     ) -> None:
-        self.model, self.version = model, version
+        self.model, self.version, self._pace = model, version, pace
         self.max_running, self.batch_invariant = max_running, batch_invariant
         self.paused: str | None = None  # the mode
         self.failure = ""
@@ -218,6 +220,8 @@ class EmbeddedEngine:
             self._flush()
             return bool(self._commands)
         self._admit()
+        if self._pace is not None:
+            time.sleep(self._pace(sum(map(len, self._batches))))
         for batch in self._batches:
             self._decode(batch)
         self._batches = [batch for batch in self._batches if len(batch)]
