@@ -145,13 +145,19 @@ class NameResolve:
                 return lease
             epoch = max(highest, epoch) + 1
 
-    def end(self, key: str, holder: Mapping[str, Any]) -> None:
+    def end(self, key: str, holder: Mapping[str, Any], known: LeaseView | None = None) -> None:
         """End the lease of an exited process, if its value agrees with `holder`.
 
-        Creates the next epoch as released: readers see the lease end before its time to live is over.
+        Creates the next epoch as released: readers see the lease end before its time to live is over. If the
+        lease as it was `known` lately agrees, its folder, which may have thousands of names, is not listed;
+        if it has a newer epoch, nothing is created.
         """
-        seen = self.list_leases(key).get(key)
-        if seen is not None and all(seen.value.get(name, value) == value for name, value in holder.items()):
+
+        def agrees(view: LeaseView | None) -> bool:
+            return view is not None and all(view.value.get(one, it) == it for one, it in holder.items())
+
+        seen = known if agrees(known) else self.list_leases(key).get(key)
+        if seen is not None and agrees(seen):
             over = Lease(self._make_path(key), key, seen.epoch + 1, seen.value, seen.ttl_s, released=True)
             create_exclusive(over.path, over.encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from hpc_rl.core.allocation import DEFAULT_POOL, parse
@@ -167,10 +168,15 @@ class Plan:
 
         A unit that is not in the plan is alone.
         """
-        name = (unit.role, unit.index)
-        step = next((one.step for one in self.units if (one.role, one.index) == name), None)
-        same = [one for one in self.units if one.step == step]
-        return sorted(same, key=lambda one: (one.gpu_offset, one.index)) or [unit]
+        return self._step_units.get((unit.role, unit.index), [unit])
+
+    @cached_property
+    def _step_units(self) -> dict[tuple[str, int], list[Unit]]:
+        """The units of each unit's step: a plan may have many thousands of units."""
+        by_step: dict[tuple[str, int], list[Unit]] = {}
+        for unit in sorted(self.units, key=lambda one: (one.gpu_offset, one.index)):
+            by_step.setdefault(unit.step, []).append(unit)
+        return {(one.role, one.index): by_step[one.step] for one in self.units}
 
     def list_server_tasks(self) -> list[list[int]]:
         """Return the nodes of each task of the array of servers: one node, or all nodes of its replicas.

@@ -303,7 +303,9 @@ class UnitLoop(ABC):
         """End the lease of an exited process at once, however it ended. Raises OSError."""
         holder = {"attempt": self.attempt.id, "incarnation": incarnation}
         if unit.role == "server":
-            self.names.end(keys.server(unit.pool or DEFAULT_POOL, unit.index), holder)
+            pool = unit.pool or DEFAULT_POOL
+            key = keys.server(pool, unit.index)
+            self.names.end(key, holder, self._leases.get(pool, {}).get(key))
         elif unit.role == "rollout":
             self.names.end(keys.ROLLOUT, holder)
 

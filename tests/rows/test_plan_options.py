@@ -17,8 +17,8 @@ from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.roles.rollout import open_prompts
-from hpc_rl.rollout.sequencer import make_rules
 from hpc_rl.roles.rollout_worker import open_servers
+from hpc_rl.rollout.sequencer import make_rules
 from hpc_rl.servers.base import ReplicaPlace
 from hpc_rl.servers.server_process import find_tokenizer
 from hpc_rl.servers.sglang import SGLangBackend

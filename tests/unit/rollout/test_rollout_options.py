@@ -16,11 +16,10 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, decode
 from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.name_resolve import open_names
-from hpc_rl.rollout.sequencer import make_rules
 from hpc_rl.roles.rollout_worker import open_servers, open_worker
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
-from hpc_rl.rollout.sequencer import Sequencer
+from hpc_rl.rollout.sequencer import Sequencer, make_rules
 from hpc_rl.rollout.workflow import check_group
 from tests.unit.servers.test_router import announce, answer_of, servers
 
