@@ -39,14 +39,13 @@ from hpc_rl.simulate.result import run  # noqa: E402
 from hpc_rl.simulate.setup import Faults, Kill, make_setup  # noqa: E402
 from hpc_rl.stats.read import load_history  # noqa: E402
 
-STEPS = 30
+STEPS = 24
 OPTIONS = {
     "experiment_name": "simulated",
     "total_train_steps": STEPS,
     "cluster.n_gpus_per_node": 0,
     "actor.algorithm": "timed_algorithm:TIMED",
-    "actor.algorithm_args.step_s": 0.3,
-    "actor.algorithm_args.token_s": 1.5e-3,
+    "actor.algorithm_args": "{step_s: 0.3, token_s: 0.0015}",
     "actor.gradient_checkpointing": False,
     "actor.optimizer.lr": 1e-7,  # lengths stay as they are
     "actor.reward_norm.mean_level": "group",
@@ -59,7 +58,7 @@ OPTIONS = {
     "recover.freq_steps": 5,
     "recover.retries": 20,
     "train_dataset.batch_size": 16,
-    "launcher.inference_server_env_vars": "HPC_RL_TEST_DECODE_S=0.03,0.002",
+    "launcher.inference_server_env_vars": "HPC_RL_TEST_DECODE_S=0.03:0.002",
     "launcher.inference_server_cpus_per_gpu": 1,
     "launcher.inference_server_mem_per_gpu": 2048,
     "launcher.trainer_cpus_per_gpu": 1,

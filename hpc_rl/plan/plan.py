@@ -378,7 +378,7 @@ def _measure_largest_node(units: list[Unit], nodes: Sequence[int], threads_per_c
         # Slurm rounds the CPUs of each step on a node, not the CPUs of the job.
         threads_used = min(threads_per_core, find_threads_limit(same[0].srun_args) or threads_per_core)
         num_cores = math.ceil(sum(unit.tasks_per_node * unit.cpus_per_task for unit in same) / threads_used)
-        for node in set(same[0].nodes) & set(nodes):
+        for node in filter(cpus.__contains__, set(same[0].nodes)):
             cpus[node] += num_cores * threads_per_core
             mem_mb[node] += sum(unit.tasks_per_node * unit.mem_mb_per_task for unit in same)
     return max(cpus.values()), max(mem_mb.values())
@@ -438,10 +438,10 @@ def _refuse_shared_gpus(units: Sequence[Unit]) -> None:
 
     On its own node mpiexec starts the ranks without srun, so they see all GPUs of the job there.
     """
-    for unit in units:
+    for unit in (one for one in units if one.by_mpiexec and one.gpus_per_task):
         others = [other for other in units if other is not unit and other.gpus_per_task]
         shared = set(unit.nodes) & {node for other in others for node in other.nodes}
-        if unit.by_mpiexec and unit.gpus_per_task and shared:
+        if shared:
             node = f"node {min(shared)} has GPUs of the trainer and of servers"
             raise DoesNotFit(
                 Refusal(

@@ -117,7 +117,8 @@ class SbatchRequests:
     def _make_directives(
         self, slurm: SlurmLauncherConfig, group: Group, given: dict[str, str | None]
     ) -> dict[str, list[Option]]:
-        units = [unit for unit in self.plan.units if set(unit.nodes) & set(group.nodes)]
+        nodes = set(group.nodes)
+        units = [unit for unit in self.plan.units if not nodes.isdisjoint(unit.nodes)]
         n_gpus = self.plan.n_gpus_per_node if any(unit.gpus_per_task for unit in units) else 0
         return make_directives(exclude_nodes(slurm, self.avoid), group, n_gpus, given)
 

@@ -210,7 +210,9 @@ def _measure_steps(found: list[Evidence], costs: Costs) -> Costs:
         for row in rows
         if is_number(row.get("step_s"))
     ]
-    values: dict[str, Any] = {"batch_s": waits[0], "log_s": max(0.0, median(rest)) if rest else costs.log_s}
+    values: dict[str, Any] = {"log_s": max(0.0, median(rest)) if rest else costs.log_s}
+    if waits[0] < costs.batch_s:  # else every step may have waited for generation
+        values["batch_s"] = waits[0]
     writes = [row["publish_write_s"] for row in rows if is_number(row.get("publish_write_s"))]
     if writes:
         blocked = sorted(sum_seconds(row, "publish_s") for row in rows)

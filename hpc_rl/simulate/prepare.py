@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.config.load.stored import Loaded
@@ -76,6 +76,10 @@ def make_case(loaded: Loaded, costs: Costs) -> Case:
 
     Raises ConfigError for options that submit refuses, and for another trainer than grpo's.
     """
+    if loaded.config.launcher.type == "auto" and loaded.config.cluster.n_nodes > 1:
+        # several nodes have a scheduler, also if this machine has not
+        launcher = replace(loaded.config.launcher, type="slurm")
+        loaded = replace(loaded, config=replace(loaded.config, launcher=launcher))
     planned = judge(loaded, frozenset({Stage.OPTIONS})).require()
     config = planned.loaded.config
     if not isinstance(config, GRPOConfig):

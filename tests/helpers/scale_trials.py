@@ -127,7 +127,9 @@ def measure_load(memory: bool = False) -> Iterator[Load]:
 def make_plan(num_nodes: int) -> Plan:
     """Return a plan with a trainer on a quarter of the nodes, and one server on each other node."""
     first = max(1, num_nodes // 4)
-    servers = [toy_unit("server", index=i, nodes=[first + i], module="none") for i in range(num_nodes - first)]
+    servers = [
+        toy_unit("server", index=i, nodes=[first + i], module="none") for i in range(num_nodes - first)
+    ]
     trainer = toy_unit("trainer", nodes=list(range(first)), module="none")
     units = [*servers, toy_unit("rollout", module="none"), trainer]
     allocation = f"embedded:d{len(servers)}+fsdp:d{first}"
@@ -147,7 +149,9 @@ class BigTrial:
         write_json(self.trial.plan_json, self.plan.to_json())
         self.now = 1000.0
         self.handles: list[IdleHandle] = []
-        self.runner = TrialRunner(self.attempt, self.plan, stored(), SimpleNamespace(start=self._start), lambda: None)
+        self.runner = TrialRunner(
+            self.attempt, self.plan, stored(), SimpleNamespace(start=self._start), lambda: None
+        )
         self.runner.clock = lambda: self.now
         self.runner.names.clock = lambda: self.now
 
@@ -165,7 +169,12 @@ class BigTrial:
         """Let every server register as serving."""
         for unit in self.plan.units:
             if unit.role == "server":
-                value = {"attempt": "7.0", "incarnation": 0, "state": "serving", "url": f"http://n{unit.index}:1"}
+                value = {
+                    "attempt": "7.0",
+                    "incarnation": 0,
+                    "state": "serving",
+                    "url": f"http://n{unit.index}:1",
+                }
                 self.runner.names.lease(keys.server("rollout", unit.index), value, 1e9)
 
     def pass_time(self, seconds: float) -> None:

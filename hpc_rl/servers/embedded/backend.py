@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and needs it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # per request
-TEST_PACE = "HPC_RL_TEST_DECODE_S"  # for tests: seconds of a decode step, and more for each row
+TEST_PACE = "HPC_RL_TEST_DECODE_S"  # for tests, as 0.03:0.002: seconds of a decode step, and of each row
 
 
 def load_pace(environ: Mapping[str, str]) -> Callable[[int], float] | None:
     """Return the artificial duration of a decode step by its rows, which tests and benchmarks set."""
     if TEST_PACE not in environ:
         return None
-    step_s, row_s = map(float, environ[TEST_PACE].split(","))
+    step_s, row_s = map(float, environ[TEST_PACE].split(":"))
     return lambda num_rows: step_s + row_s * num_rows
 
 
