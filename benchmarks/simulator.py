@@ -39,7 +39,7 @@ from hpc_rl.simulate.result import run  # noqa: E402
 from hpc_rl.simulate.setup import Faults, Kill, make_setup  # noqa: E402
 from hpc_rl.stats.read import load_history  # noqa: E402
 
-STEPS = 24
+STEPS = 16
 OPTIONS = {
     "experiment_name": "simulated",
     "total_train_steps": STEPS,
@@ -74,14 +74,14 @@ MEASURED: dict[str, tuple[dict[str, Any], tuple[tuple[float, str], ...]]] = {
     "m2": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 2, ROOM: 32}, ()),
     "m3": ({SPLIT: "embedded:d1+fsdp:d2", AGE: 1, ROOM: 32}, ()),
     "m4": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 0, ROOM: 16}, ()),
-    "m5": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 1, ROOM: 32}, ((12.0, "trainer"),)),
+    "m5": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 1, ROOM: 32}, ((10.0, "trainer"),)),
 }
 PREDICTED: dict[str, tuple[dict[str, Any], tuple[tuple[float, str], ...]]] = {
     "p1": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 2, ROOM: 32}, ()),
     "p2": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 0, ROOM: 16}, ()),
     "p3": ({SPLIT: "embedded:d3+fsdp:d1", AGE: 1, ROOM: 48, **HARD}, ()),
-    "p4": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 1, ROOM: 32}, ((15.0, "trainer"), (45.0, "trainer"))),
-    "p5": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 1, ROOM: 24}, ((15.0, "server"), (35.0, "trainer"))),
+    "p4": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 1, ROOM: 32}, ((8.0, "trainer"), (30.0, "trainer"))),
+    "p5": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 1, ROOM: 24}, ((6.0, "server"), (16.0, "trainer"))),
 }
 SPLITS = ("embedded:d1+fsdp:d3", "embedded:d2+fsdp:d2", "embedded:d3+fsdp:d1")
 
@@ -193,8 +193,8 @@ def run_trials(workplace: Workplace, only: list[str]) -> dict[str, Any]:
         if not only or name in only:
             trials[name] = workplace.run(name, options, kills)
             print(name, measure(trials[name]), flush=True)
-    costs = calibrate([trial for name, trial in trials.items() if name in MEASURED])
     rows = {}
+    costs = calibrate([trial for name, trial in trials.items() if name in MEASURED])
     for name, trial in trials.items():
         measured, predicted = measure(trial), predict(trial, costs, wanted[name][1])
         row = {"measured": measured, "predicted": predicted, "errors": compare(measured, predicted)}
