@@ -3,20 +3,15 @@
 import argparse
 import re
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, align_columns, print_json
 from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import write_atomic
-from hpc_rl.simulate.calibrate import calibrate
-from hpc_rl.simulate.costs import Costs
+from hpc_rl.simulate.describe import describe, describe_costs, make_json
 from hpc_rl.simulate.prepare import Case, make_case
-from hpc_rl.simulate.result import ADVICE, Result, run
 from hpc_rl.simulate.setup import Faults
-from hpc_rl.simulate.tune import draw_costs, explain_result
-from hpc_rl.status.formatting import format_duration, format_number
+from hpc_rl.simulate.tune import predict
 from hpc_rl.trials import prepare, trial_index
 
 ABOUT = """Simulate a configuration on a virtual clock, without nodes, GPUs or a scheduler: step time, use of
@@ -28,7 +23,6 @@ EPILOG = """examples:
   hpc-rl simulate grpo.yaml -t 04:00:00 --queue_s 3600 --html map.html
 
 Durations are numbers of seconds, or end with s, m, h or d."""
-MAIN_COSTS = ("decode_s", "train_token_s", "save_s")
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -89,11 +83,8 @@ def make_parser() -> CommandParser:
 
 def main(args: Namespace) -> int:
     loaded = prepare.load_config(collect_sources(args))
-    trials = trial_index.resolve_all(args.measured) if args.measured else []
-    case = make_case(loaded, calibrate(trials) if trials else Costs())
-    faults = make_faults(args)
-    draws = range(max(1, args.draws))
-    results = [run(case.setup, draw_costs(case.costs, seed), faults, seed) for seed in draws]
+    case = make_case(loaded, trial_index.resolve_all(args.measured))
+    results = predict(case.setup, case.costs, make_faults(args), args.draws)
     facts = describe(case, results)
     if args.html:
         write_page(Path(args.html).expanduser().absolute(), case, facts)
@@ -106,83 +97,6 @@ def main(args: Namespace) -> int:
     if args.html:
         print(f"written: {args.html}")
     return ExitCode.DONE
-
-
-def describe(case: Case, results: list[Result]) -> list[tuple[str, str]]:
-    """Return the predictions as pairs of name and text; ranges are over the draws."""
-    first = results[0]
-    ages = ", ".join(f"{age}: {share:.0%}" for age, share in first.staleness.items() if share >= 0.005)
-    buckets, held = first.goodput.buckets, first.goodput.allocation_s or 1.0
-    use = ", ".join(f"{bucket} {seconds / held:.0%}" for bucket, seconds in buckets.items())
-    facts = [
-        ("allocation", f"{case.plan.allocation} on {case.plan.n_nodes} nodes"),
-        ("step", f"{_range(results, 'step_s')} s: {explain_result(first)}"),
-        ("throughput", f"{_range(results, 'tokens_per_s')} tokens/s, prompts included"),
-        ("staleness", ages or "no batch"),
-        ("goodput", f"{first.goodput.share or 0.0:.0%} of the devices' time: {use}"),
-        ("makespan", _describe_makespan(results)),
-        ("bottleneck", f"{first.bottleneck}: {ADVICE[first.bottleneck]}"),
-    ]
-    if first.exit_code != ExitCode.DONE:
-        facts.append(("ends early", f"after step {first.steps}: {first.reason}"))
-    return facts
-
-
-def _range(results: list[Result], name: str) -> str:
-    values = [float(getattr(one, name)) for one in results]
-    shown = format_number(values[0])
-    return (
-        shown
-        if len(values) == 1
-        else f"{shown} ({format_number(min(values))} to {format_number(max(values))})"
-    )
-
-
-def _describe_makespan(results: list[Result]) -> str:
-    times = [one.makespan_s for one in results]
-    first = results[0]
-    starts = (
-        f"{first.attempts} job start{'s' if first.attempts != 1 else ''}, {first.lineages} of the trainer"
-    )
-    failed = f", {first.node_failures} nodes failed" if first.node_failures else ""
-    span = f" ({format_duration(min(times))} to {format_duration(max(times))})" if len(times) > 1 else ""
-    return f"{format_duration(times[0])}{span} for {first.steps} steps, {starts}{failed}"
-
-
-def describe_costs(costs: Costs) -> list[str]:
-    """Return which costs are measured, and which are defaults."""
-    by_origin: dict[str, list[str]] = {}
-    for name, origin in costs.origins.items():
-        by_origin.setdefault(origin, []).append(name)
-    lines = [f"costs of {origin}: {', '.join(names)}" for origin, names in by_origin.items()]
-    if not any(name in costs.origins for name in MAIN_COSTS):
-        return [*lines, "All other costs are defaults: measure them in a short trial, and name it by --from."]
-    return [*lines, f"defaults, not measured: {', '.join(costs.list_defaults())}"]
-
-
-def make_json(case: Case, results: list[Result]) -> dict[str, Any]:
-    """Return the predictions for programs; `spread` has the smallest and the largest value of the draws."""
-    names = ("step_s", "tokens_per_s", "makespan_s")
-    return {
-        "allocation": case.plan.allocation,
-        "n_nodes": case.plan.n_nodes,
-        "predicted": results[0].to_json(),
-        "spread": {
-            name: [min(getattr(one, name) for one in results), max(getattr(one, name) for one in results)]
-            for name in names
-        },
-        "mean_makespan_s": fmean(one.makespan_s for one in results),
-        "costs": costs_to_json(case.costs),
-    }
-
-
-def costs_to_json(costs: Costs) -> dict[str, Any]:
-    """Return each cost with its origin; the lengths of completions as their number and mean."""
-    values = {name: value for name, value in vars(costs).items() if isinstance(value, int | float)}
-    values["lengths"] = {"number": len(costs.drawn_lengths), "mean": costs.mean_length}
-    return {
-        name: {"value": value, "origin": costs.origins.get(name, "default")} for name, value in values.items()
-    }
 
 
 def write_page(path: Path, case: Case, facts: list[tuple[str, str]]) -> None:

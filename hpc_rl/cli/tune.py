@@ -7,13 +7,13 @@ from typing import Any
 import yaml
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, align_columns, print_json
-from hpc_rl.cli.simulate import add_faults, costs_to_json, describe_costs, make_faults
+from hpc_rl.cli.simulate import add_faults, make_faults
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import write_atomic
-from hpc_rl.simulate.calibrate import calibrate
+from hpc_rl.simulate.describe import costs_to_json, describe_costs
 from hpc_rl.simulate.prepare import make_case
-from hpc_rl.simulate.result import ADVICE, run
-from hpc_rl.simulate.tune import NUM_DRAWS, Advice, explain_result, tune
+from hpc_rl.simulate.result import ADVICE, explain_result, run
+from hpc_rl.simulate.tune import NUM_DRAWS, Advice, tune
 from hpc_rl.status.formatting import format_number
 from hpc_rl.trials import prepare, trial_index
 
@@ -47,7 +47,7 @@ def make_parser() -> CommandParser:
 
 def main(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    case = make_case(prepare.load_stored(trial, []), calibrate([trial]))
+    case = make_case(prepare.load_stored(trial, []), [trial])
     faults = make_faults(args)
     found = tune(
         case.setup, case.plan.allocation, case.costs, faults, case.list_splits, num_draws=max(1, args.draws)

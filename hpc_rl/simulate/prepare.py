@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +11,12 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.pool_view import find_trained_pool, view_pool
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.estimate import Estimate
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import pick
+from hpc_rl.simulate.calibrate import calibrate
 from hpc_rl.simulate.costs import Costs
 from hpc_rl.simulate.setup import Setup, make_setup
 from hpc_rl.simulate.splits import plan_splits, scale_split
@@ -71,11 +73,13 @@ class Case:
         return make_plan(config, (), interpreter=self.plan.python, scheduler=scheduler)  # type: ignore[arg-type]
 
 
-def make_case(loaded: Loaded, costs: Costs) -> Case:
-    """Return the case of a configuration; weights, data and Pythons need not be on this machine.
+def make_case(loaded: Loaded, measured: Sequence[Trial] = ()) -> Case:
+    """Return the case of a configuration, with costs measured in trials, else with defaults.
 
-    Raises ConfigError for options that submit refuses, and for another trainer than grpo's.
+    Weights, data and Pythons need not be on this machine. Raises ConfigError for options that submit refuses,
+    and for another trainer than grpo's; TrialStateError if the trials tell nothing.
     """
+    costs = calibrate(measured) if measured else Costs()
     if loaded.config.launcher.type == "auto" and loaded.config.cluster.n_nodes > 1:
         # several nodes have a scheduler, also if this machine has not
         launcher = replace(loaded.config.launcher, type="slurm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from hpc_rl.simulate.costs import Costs
@@ -168,7 +168,7 @@ def _find_bottleneck(
     return max(shares, key=lambda name: shares[name])
 
 
-def summarize(results: list[Result], name: str) -> tuple[float, float, float]:
-    """Return the smallest, the median and the largest value of a field over simulations of other seeds."""
-    values = [float(getattr(result, name)) for result in results]
-    return min(values), median(values), max(values)
+def explain_result(result: Result) -> str:
+    """Return the largest parts of a step as text."""
+    parts = sorted(result.parts_s.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.removesuffix('_s')} {seconds:.3g} s" for name, seconds in parts if seconds > 0)

@@ -73,6 +73,11 @@ def draw_costs(costs: Costs, seed: int) -> Costs:
     return replace(costs, **values)
 
 
+def predict(setup: Setup, costs: Costs, faults: Faults, num_draws: int) -> list[Result]:
+    """Return simulations with other costs and other luck; the first has the expected costs."""
+    return [run(setup, draw_costs(costs, seed), faults, seed) for seed in range(max(1, num_draws))]
+
+
 def compute_rate(setup: Setup, costs: Costs, seed: int) -> float:
     """Return tokens trained on per second, without start-up and failures."""
     short = replace(
@@ -257,9 +262,3 @@ def tune_checkpoints(setup: Setup, costs: Costs, faults: Faults, num_draws: int)
 
 def _shorten(setup: Setup, steps: int) -> Setup:
     return replace(setup, total_steps=min(steps, setup.total_steps), max_sequences=MAX_SEQUENCES)
-
-
-def explain_result(result: Result) -> str:
-    """Return the largest parts of a step as text."""
-    parts = sorted(result.parts_s.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.removesuffix('_s')} {seconds:.3g} s" for name, seconds in parts if seconds > 0)
