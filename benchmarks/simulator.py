@@ -2,19 +2,19 @@
 
     python benchmarks/simulator.py trials [--scheduler slurm|local] [--only NAME …] [--out FILE]
     python benchmarks/simulator.py split  [--scheduler slurm|local] [--out FILE]
-    python benchmarks/simulator.py scale
-    python benchmarks/simulator.py areal
+    python benchmarks/simulator.py scale  [--out FILE]
 
 `trials` runs ten trials with the real service and real files. A decode step of a server takes a time that
-grows with its rows, an update a time that grows with its tokens (timed_algorithm.py). Costs are measured in
+grows with its rows, an update a time that grows with its tokens (tests/helpers/timed_algorithm.py). Costs are measured in
 five of them; the others are predicted: throughput, staleness and makespan, some with kills of a role.
-`split` runs every split of four processes, and asks `tune` for one after the worst. `scale` times simulations
-of up to 10,000 nodes. `areal` compares asynchronous with synchronous training in the setting of AReaL.
+`split` runs a badly divided trial, asks `tune` for a split, and runs every split of the same four processes.
+`scale` times simulations of 1,000 steps on up to 10,000 nodes whose mean time between failures is 30 days.
 """
 
 import argparse
 import json
 import os
+import resource
 import signal
 import statistics
 import sys
@@ -28,15 +28,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "slurm")]
 
 from patience import extend  # noqa: E402
+from simulated_trials import make_units  # noqa: E402
 from toy_trials import hpc_rl, make_toy  # noqa: E402
 
 from hpc_rl.config.load.stored import from_dict  # noqa: E402
+from hpc_rl.config.options.operations import FrequencyConfig  # noqa: E402
 from hpc_rl.core.trial import Trial, load_object  # noqa: E402
 from hpc_rl.plan.schema import Plan  # noqa: E402
 from hpc_rl.rollout.batch_log.seals import load_seals  # noqa: E402
+from hpc_rl.rollout.sequencer import Rules  # noqa: E402
 from hpc_rl.simulate.calibrate import calibrate  # noqa: E402
+from hpc_rl.simulate.costs import Costs  # noqa: E402
 from hpc_rl.simulate.result import run  # noqa: E402
-from hpc_rl.simulate.setup import Faults, Kill, make_setup  # noqa: E402
+from hpc_rl.simulate.setup import Faults, Kill, Setup, make_setup  # noqa: E402
 from hpc_rl.stats.read import load_history  # noqa: E402
 
 STEPS = 16
@@ -91,7 +95,9 @@ class Workplace:
 
     def __init__(self, folder: Path, scheduler: str) -> None:
         self.folder, self.scheduler = make_toy(folder, "base"), scheduler
-        (folder / "timed_algorithm.py").write_text((ROOT / "benchmarks" / "timed_algorithm.py").read_text())
+        (folder / "timed_algorithm.py").write_text(
+            (ROOT / "tests" / "helpers" / "timed_algorithm.py").read_text()
+        )
 
     def run(self, name: str, options: dict[str, Any], kills: tuple[tuple[float, str], ...] = ()) -> Trial:
         """Run a trial to its end; kill -9 a role's first process some seconds after the first step."""
@@ -157,9 +163,12 @@ def measure(trial: Trial) -> dict[str, Any]:
     total = sum(ages.values()) or 1
     tokens = sum(row["num_tokens"] for row in history.steps)
     steady = [row["step_s"] for row in history.steps[1:]]
+    later = history.steps[len(history.steps) // 4 :]
+    steady_s = later[-1]["time"] - later[0]["time"]
     return {
         "makespan_s": makespan_s,
         "tokens_per_s": tokens / makespan_s,
+        "steady_tokens_per_s": sum(row["num_tokens"] for row in later[1:]) / steady_s,
         "step_s": statistics.fmean(steady),
         "staleness": {str(age): count / total for age, count in sorted(ages.items())},
     }
@@ -204,11 +213,60 @@ def run_trials(workplace: Workplace, only: list[str]) -> dict[str, Any]:
     return {"trials": rows, "costs": values}
 
 
+def run_splits(workplace: Workplace) -> dict[str, Any]:
+    """Return the rates of all splits, and the split that `tune` names after the first one."""
+    options: dict[str, Any] = {AGE: 2, ROOM: 48}
+    trials = {split: workplace.run(f"s{i}", {SPLIT: split, **options}) for i, split in enumerate(SPLITS)}
+    first = trials[SPLITS[0]]
+    done = hpc_rl("tune", first.dir, "--json", cwd=workplace.folder)
+    advice = {one["option"]: one["value"] for one in json.loads(done.stdout)["advice"]}
+    rates = {split: measure(trial)["steady_tokens_per_s"] for split, trial in trials.items()}
+    named = advice.get(SPLIT, SPLITS[0])
+    print(rates, "tune names", named, flush=True)
+    return {"rates": rates, "named": named, "of_best": rates[named] / max(rates.values())}
+
+
+def run_scale() -> dict[str, Any]:
+    """Return CPU seconds, memory and outcome of large simulations."""
+    rows = {}
+    for num_nodes in (100, 1_000, 10_000):
+        ranks_nodes = num_nodes // 4
+        prompts = max(64, 2 * num_nodes)
+        setup = Setup(
+            rules=Rules(batch_size=prompts, max_concurrent=4 * prompts, eta=2),
+            n_samples=8,
+            max_new_tokens=8192,
+            total_steps=1000,
+            units=make_units(num_nodes - ranks_nodes, 8 * ranks_nodes, per_node=8),
+            n_nodes=num_nodes,
+            n_gpus_per_node=8,
+            update_mode="xccl",
+            recover_retries=20,
+            save=FrequencyConfig(freq_steps=10),
+            async_save=True,
+        )
+        begun = time.process_time()
+        found = run(setup, Costs(train_ranks=8 * ranks_nodes), Faults(mtbf_s=30 * 86400.0))
+        cpu_s, memory_mb = (
+            time.process_time() - begun,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        )
+        rows[num_nodes] = {"cpu_s": cpu_s, "largest_memory_mb": memory_mb, **found.to_json()}
+        print(
+            num_nodes,
+            f"{cpu_s:.1f} s of CPU time, {memory_mb:.0f} MB",
+            found.steps,
+            found.node_failures,
+            flush=True,
+        )
+    return {"nodes": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("trials",))
+    parser.add_argument("what", choices=("trials", "split", "scale"))
     parser.add_argument("--scheduler", choices=("slurm", "local"), default="local")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--dir", type=Path, help="keep all files here")
@@ -216,8 +274,11 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
-        workplace = Workplace(args.dir or Path(folder), args.scheduler)
-        record = run_trials(workplace, args.only)
+        if args.what == "scale":
+            record = run_scale()
+        else:
+            workplace = Workplace(args.dir or Path(folder), args.scheduler)
+            record = run_splits(workplace) if args.what == "split" else run_trials(workplace, args.only)
     record["load"] = {"before": load_before, "after": os.getloadavg()}
     if args.out:
         args.out.write_text(json.dumps(record, indent=2) + "\n")
