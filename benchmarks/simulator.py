@@ -5,8 +5,8 @@
     python benchmarks/simulator.py scale  [--out FILE]
 
 `trials` runs ten trials with the real service and real files. A decode step of a server takes a time that
-grows with its rows, an update a time that grows with its tokens (tests/helpers/timed_algorithm.py). Costs are measured in
-five of them; the others are predicted: throughput, staleness and makespan, some with kills of a role.
+grows with its rows, an update a time that grows with its tokens (tests/helpers/timed_algorithm.py). Costs are
+measured in five of them; the others are predicted: throughput, staleness and makespan, some with kills.
 `split` runs a badly divided trial, asks `tune` for a split, and runs every split of the same four processes.
 `scale` times simulations of 1,000 steps on up to 10,000 nodes whose mean time between failures is 30 days.
 """
