@@ -11,6 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from hpc_rl.checkpoint.decide import Cause, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.start_facts import CAUSES
@@ -202,7 +203,7 @@ class Attempt:
             "trainer": costs.start_trainer_s,
         }
         for role, units in by_role.items():
-            self.clock.after(launch_s + ready.get(role, 0.0), lambda units=units: self._serve(units))  # type: ignore[misc]
+            self.clock.after(launch_s + ready.get(role, 0.0), partial(self._serve, units))
 
     def _serve(self, units: list[tuple[Key, int]]) -> None:
         if self.is_over:
@@ -395,7 +396,7 @@ class Attempt:
         passed = self.clock.now - life.first_start_s
         for kill in faults.kills:
             if kill.at_s >= passed:
-                self.clock.after(kill.at_s - passed, lambda kill=kill: self._inject(kill))  # type: ignore[misc]
+                self.clock.after(kill.at_s - passed, partial(self._inject, kill))
 
     def _repeat(self, mean_s: float, call: Callable[[], object]) -> None:
         def happen() -> None:

@@ -130,7 +130,7 @@ def run(setup: Setup, costs: Costs, faults: Faults | None = None, seed: int = 0)
         node_failures=life.num_node_failures,
         servers_busy=busy,
         servers_full=full,
-        bottleneck=_find_bottleneck(setup, parts, goodput, full, busy),
+        bottleneck=_find_bottleneck(setup, parts, goodput, full),
         calls=life.clock.num_calls,
     )
 
@@ -141,9 +141,7 @@ def _compute_steady_rate(rows: list[StepRow], tokens: dict[int, float]) -> float
     return sum(tokens[row.step] for row in later) / seconds if seconds else 0.0
 
 
-def _find_bottleneck(
-    setup: Setup, parts: dict[str, float], goodput: Goodput, full: float, busy: float
-) -> Bottleneck:
+def _find_bottleneck(setup: Setup, parts: dict[str, float], goodput: Goodput, full: float) -> Bottleneck:
     """Return what takes the largest part of the time."""
     buckets, allocation_s = goodput.buckets, goodput.allocation_s or 1.0
     spent_s = max((one.end for one in goodput.attempts), default=0.0) or 1.0
