@@ -1,7 +1,7 @@
 """Predictions of the simulator, and the trials that they predict: toys with artificial durations.
 
-    python benchmarks/simulator.py trials [--scheduler slurm|local] [--only NAME …] [--out FILE]
-    python benchmarks/simulator.py split  [--scheduler slurm|local] [--out FILE]
+    python benchmarks/simulator.py trials [--only NAME …] [--out FILE]
+    python benchmarks/simulator.py split  [--out FILE]
     python benchmarks/simulator.py scale  [--out FILE]
 
 `trials` runs ten trials with the real service and real files. A decode step of a server takes a time that
@@ -93,8 +93,8 @@ SPLITS = ("embedded:d1+fsdp:d3", "embedded:d2+fsdp:d2", "embedded:d3+fsdp:d1")
 class Workplace:
     """A folder from which toy trials are submitted, one after the other."""
 
-    def __init__(self, folder: Path, scheduler: str) -> None:
-        self.folder, self.scheduler = make_toy(folder, "base"), scheduler
+    def __init__(self, folder: Path) -> None:
+        self.folder = make_toy(folder, "base")
         (folder / "timed_algorithm.py").write_text(
             (ROOT / "tests" / "helpers" / "timed_algorithm.py").read_text()
         )
@@ -107,7 +107,7 @@ class Workplace:
             "cluster.fileroot": self.folder / "trials",
             "actor.path": self.folder / "base",
             "train_dataset.path": self.folder / "task" / "train.jsonl",
-            "launcher.type": self.scheduler,
+            "launcher.type": "local",
             **options,
         }
         done = hpc_rl(
@@ -267,7 +267,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("trials", "split", "scale"))
-    parser.add_argument("--scheduler", choices=("slurm", "local"), default="local")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--dir", type=Path, help="keep all files here")
     parser.add_argument("--out", type=Path)
@@ -277,7 +276,7 @@ def main() -> None:
         if args.what == "scale":
             record = run_scale()
         else:
-            workplace = Workplace(args.dir or Path(folder), args.scheduler)
+            workplace = Workplace(args.dir or Path(folder))
             record = run_splits(workplace) if args.what == "split" else run_trials(workplace, args.only)
     record["load"] = {"before": load_before, "after": os.getloadavg()}
     if args.out:
