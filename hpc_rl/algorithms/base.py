@@ -47,7 +47,7 @@ class RewardBatch(NamedTuple):
     truncated_B: torch.Tensor | None = None  # bool, whether the completion reached its token limit
     lengths_B: torch.Tensor | None = None  # int64, tokens of each row, prompt included
     group_size: int = 1  # trajectories per prompt, as configured
-    mixed_sizes: bool = False  # environments sent groups of other sizes
+    mixed_sizes: bool = False  # environments or agents made groups of other sizes
     # float32, added unchanged after the trajectory's reward is shaped and placed
     token_rewards_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None  # float32, estimates of a critic: of the return from this token on

@@ -25,7 +25,8 @@ evaluation. --jsonl prints one object per completion: step, evaluation, prompt_i
 completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (ranges of characters of
 the completion that the workflow wrote between two turns), columns (the other columns
 of the row, such as the right answer), shortened (names of columns that are cut: each has at most
-{MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS})."""
+{MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS}), output (what its agent
+wrote, shortened)."""
 
 
 def make_parser() -> CommandParser:
@@ -100,11 +101,12 @@ def _format_text(one: Sample, width: int) -> list[str]:
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
     blocks = [("completion" if made else "given", text) for made, text in one.texts()]
     columns = [("row", one.format_column(name)) for name in one.columns]
+    output = [("output", one.output.rstrip("\n"))] if one.output else []
     return [
         head,
         *(
             line
-            for part in [("prompt", one.prompt), *columns, *blocks]
+            for part in [("prompt", one.prompt), *columns, *blocks, *output]
             for line in format_block(*part, width)
         ),
     ]

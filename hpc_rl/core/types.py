@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # `submit` reads none of these arrays, and imports this modul
     import numpy as np
 
 REGENERATED = "tokens_regenerated"  # among the stats of trajectories, and in the metrics of a step
+# stats of the workflow `agent`, which are metrics of a step: completions and sequences of an episode, further
+# starts, lost episodes of the group, and chats whose earlier replies were not continued token by token
+AGENT_STATS = ("calls", "sequences", "retries", "lost_episodes", "rewritten_chats")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,6 +110,7 @@ class Trajectory:
     # the teacher's K likely tokens at each position: int32 and float32 [L, K], log-probability -inf for none
     teacher_top_ids: np.ndarray | None = None
     teacher_top_logprobs: np.ndarray | None = None
+    output: str = ""  # text that its agent wrote, shortened; only of kept samples
 
     def oldest_step(self) -> int:
         """Return the smallest step among the model's tokens, 0 without any."""

@@ -93,7 +93,7 @@ class AnswerWriter:
         order, finish, end = self.order, one.turn.finish_reason or None, len(one.turn.output_ids)
         choice: dict[str, Any] = {"index": one.index, "text": text}
         if order.wire is Wire.CHAT:
-            calls, content = _find_tool_calls(text) if order.with_tools else ([], text)
+            calls, content = find_tool_calls(text) if order.with_tools else ([], text)
             finish = "tool_calls" if calls and finish == "stop" else finish
             message: dict[str, Any] = {"role": "assistant", "content": content}
             message |= {"tool_calls": calls} if calls else {}
@@ -169,9 +169,9 @@ def make_probe_answer(wire: Wire, model: str) -> dict[str, Any]:
     return {**head, "model": model, "choices": [choice], "usage": usage}
 
 
-def make_error(message: str, kind: str, name: str | None = None) -> dict[str, Any]:
+def make_error(message: str, kind: str, name: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
-    return {"error": {"message": message, "type": kind, "param": name, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": name, "code": code}}
 
 
 def format_event(content: Any) -> bytes:
@@ -190,7 +190,7 @@ def _count_usage(completions: Sequence[Completion]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _find_tool_calls(text: str) -> tuple[list[dict[str, Any]], str | None]:
+def find_tool_calls(text: str) -> tuple[list[dict[str, Any]], str | None]:
     """Return the calls in a text in the format of Hermes and Qwen, and the text before them."""
     calls: list[dict[str, Any]] = []
     for match in _TOOL_CALL.finditer(text):

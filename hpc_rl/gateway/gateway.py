@@ -9,13 +9,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.gate import Gate
 from hpc_rl.core.types import Turn
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.gateway.balance import BalancingRouter
 from hpc_rl.gateway.completions import Completion
 from hpc_rl.gateway.gateway_log import GatewayLog
 from hpc_rl.gateway.requests import Bounds, Order, RequestReader
@@ -59,30 +58,45 @@ class GatewayCounters:
     held: int = field(default=0)  # now
 
 
+class Servers(Protocol):
+    """The servers behind a gateway: BalancingRouter, or those of one prompt."""
+
+    @property
+    def num_servers(self) -> int: ...
+
+    def describe_servers(self) -> list[dict[str, Any]]: ...
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]: ...
+
+
 class Gateway:
     """Makes the completions of orders.
 
     Args:
-        router: The trial's servers; the caller starts and closes it.
+        router: The servers; the caller starts and closes it.
         tokenizer: The model's tokenizer.
         log: Log of completions; None for an endpoint whose completions are not trained on.
         bounds: Limits of the model.
         settings: Limits of the gateway.
         model_name: Shown by /v1/models; requests may name any model.
+        reader: Reads the requests; None for one without a memory.
     """
+
+    answers_probes = True  # with a fixed answer, as to atroposlib's clients
 
     def __init__(
         self,
-        router: BalancingRouter,
+        router: Servers,
         tokenizer: Tokenizer,
         log: GatewayLog | None,
         bounds: Bounds,
         settings: GatewaySettings | None = None,
         model_name: str = "default",
+        reader: RequestReader | None = None,
     ) -> None:
         self.router, self.tokenizer, self.log, self.model_name = router, tokenizer, log, model_name
         self.settings = settings or GatewaySettings()
-        self.reader = RequestReader(tokenizer, bounds)
+        self.reader = reader or RequestReader(tokenizer, bounds)
         self.counters = GatewayCounters()
         self.train = Gate(lambda: self.settings.max_requests * max(1, router.num_servers))
         self.eval = Gate(lambda: self.settings.max_eval_requests * max(1, router.num_servers))

@@ -60,11 +60,11 @@ DEFAULT_TOKENS = {Wire.SGLANG: 128, Wire.COMPLETION: 16, Wire.VLLM: 16}  # named
 
 
 class FieldRefused(ValueError):
-    """A malformed request: the field, the value, and the allowed values."""
+    """A malformed request: the field, the value, and the allowed values; `code` is OpenAI's, if any."""
 
-    def __init__(self, name: str, rule: str, value: Any = None) -> None:
+    def __init__(self, name: str, rule: str, value: Any = None, code: str | None = None) -> None:
         super().__init__(f"{name} {rule}" + ("" if value is None else f", got {value!r:.80}"))
-        self.field = name
+        self.field, self.code = name, code
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,20 @@ class Bounds:
     max_n: int = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The messages of a chat and the other variables of the chat template."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+
+
 @dataclass(slots=True)
 class PromptOrder:
     """The completions to make for one prompt; `sampling` has SGLang's names, without n and stop.
 
-    `rid` is the client's request id, or "".
+    `rid` is the client's request id, or "". `chat` are the messages of a chat, as the template gets them, and
+    the other variables of the template.
     """
 
     input_ids: list[int]
@@ -98,6 +107,7 @@ class PromptOrder:
     trims_stop: bool
     skips_special: bool
     rid: str = ""
+    chat: "Chat | None" = None
 
     @property
     def sliced(self) -> bool:
@@ -134,16 +144,18 @@ class RequestReader:
     Args:
         tokenizer: For text and chats.
         bounds: Limits of the model.
+        ignored: Parameters already logged as ignored, which readers may share.
     """
 
-    def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
+    def __init__(self, tokenizer: Tokenizer, bounds: Bounds, ignored: set[str] | None = None) -> None:
         self.tokenizer, self.bounds = tokenizer, bounds
-        self._ignored: set[str] = set()
+        self._ignored = set[str]() if ignored is None else ignored
 
     def parse(self, wire: Wire, body: dict[str, Any]) -> Order:
         """Return the order in a request's body. Raises FieldRefused."""
         self._check_keys(body)
-        name, prompts, batched = self._parse_prompts(wire, body)
+        chat = _parse_chat(body) if wire is Wire.CHAT else None
+        name, prompts, batched = self._parse_prompts(wire, body, chat)
         given: Any = body
         if wire is Wire.SGLANG:
             given = body.get("sampling_params") or {}
@@ -157,6 +169,7 @@ class RequestReader:
         total = sum(order.n for order in orders)
         if total > MAX_SAMPLES:
             raise FieldRefused("n", f"times the prompts must be at most {MAX_SAMPLES} in one request", total)
+        orders[0].chat = chat
         rid = body.get("rid") or []
         for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
             prompt.rid = str(given_rid)
@@ -189,10 +202,12 @@ class RequestReader:
                 self._ignored.add(key)
                 logger.warning("the gateway ignores the parameter %.80r of requests (logged only once)", key)
 
-    def _parse_prompts(self, wire: Wire, body: dict[str, Any]) -> tuple[str, list[list[int]], bool]:
+    def _parse_prompts(
+        self, wire: Wire, body: dict[str, Any], chat: Chat | None
+    ) -> tuple[str, list[list[int]], bool]:
         """Return the name of the field, the token ids of each prompt, and whether the field held a list."""
-        if wire is Wire.CHAT:
-            return "messages", [self._parse_chat(body)], False
+        if chat is not None:
+            return "messages", [self._encode_chat(chat)], False
         name, given = "prompt", body.get("prompt")
         if wire is Wire.SGLANG:
             names = [one for one in ("input_ids", "text") if body.get(one) is not None]
@@ -219,18 +234,10 @@ class RequestReader:
             raise FieldRefused(name, f"must have token ids from 0 to {limit - 1}")
         return given
 
-    def _parse_chat(self, body: dict[str, Any]) -> list[int]:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise FieldRefused("messages", "must be a list of objects, at least one", messages)
-        plain = [_flatten(f"messages[{number}]", message) for number, message in enumerate(messages)]
-        variables = body.get("chat_template_kwargs") or {}
-        if not isinstance(variables, dict):
-            raise FieldRefused("chat_template_kwargs", "must be an object", variables)
-        prompted = body.get("add_generation_prompt") is not False
-        variables = {"add_generation_prompt": prompted, "tools": _parse_tools(body), **variables}
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        """Return the tokens of a chat. Raises FieldRefused."""
         try:
-            text = self.tokenizer.chat(plain, **variables)
+            text = self.tokenizer.chat(chat.messages, **chat.variables)
         except (ConfigError, TypeError) as error:
             raise FieldRefused("messages", f"can't be rendered: {error}") from error
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -253,7 +260,8 @@ class RequestReader:
         if self.bounds.context is not None:
             room = self.bounds.context - len(ids)
             if room <= 0:
-                raise FieldRefused(name, f"must leave room in {self.bounds.context} tokens", len(ids))
+                rule = f"must leave room in {self.bounds.context} tokens"
+                raise FieldRefused(name, rule, len(ids), code="context_length_exceeded")
             wanted = min(wanted, room)
         sampling_parameters["max_new_tokens"] = wanted
         if "min_new_tokens" in sampling_parameters:
@@ -264,6 +272,19 @@ class RequestReader:
         keeps_stop = _parse_flag(given, "no_stop_trim") or _parse_flag(given, "include_stop_str_in_output")
         skips = given.get("skip_special_tokens") is not False
         return PromptOrder(ids, sampling_parameters, n, _parse_stops(given), not keeps_stop, skips)
+
+
+def _parse_chat(body: dict[str, Any]) -> Chat:
+    """Return the chat in a request's body. Raises FieldRefused."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise FieldRefused("messages", "must be a list of objects, at least one", messages)
+    plain = [_flatten(f"messages[{number}]", message) for number, message in enumerate(messages)]
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise FieldRefused("chat_template_kwargs", "must be an object", variables)
+    prompted = body.get("add_generation_prompt") is not False
+    return Chat(plain, {"add_generation_prompt": prompted, "tools": _parse_tools(body), **variables})
 
 
 def _parse_sampling(given: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +352,22 @@ def _flatten(name: str, message: Any) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise FieldRefused(f"{name}.content", "must be text", content)
-    return {**message, "content": "" if content is None else content}
+    plain = {**message, "content": "" if content is None else content}
+    if isinstance(calls := message.get("tool_calls"), list):
+        plain["tool_calls"] = [_parse_arguments(call) for call in calls]
+    return plain
+
+
+def _parse_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, as chat templates expect it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # the model's mistake; the template shows the text
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _parse_flag(given: dict[str, Any], name: str) -> bool:

@@ -53,10 +53,7 @@ def make_gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
         return web.json_response({"status": "ok", "servers": gateway.router.num_servers})
 
     async def models(_request: web.Request) -> web.Response:
-        model = {"id": gateway.model_name, "object": "model", "created": 0, "owned_by": "hpc-rl"}
-        return web.json_response(
-            {"object": "list", "data": [{**model, "max_model_len": gateway.reader.bounds.context}]}
-        )
+        return web.json_response(describe_models(gateway))
 
     async def model_info(_request: web.Request) -> web.Response:
         versions = [server["version"] for server in gateway.router.describe_servers()]
@@ -71,18 +68,30 @@ def make_gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
     defs = [web.get("/gateway", status)]
     for prefix in ("", "/eval"):
         for path, wire in posts.items():
-            defs.append(web.post(prefix + path, _make_handler(gateway, wire, evaluation=bool(prefix))))
+            handler = make_generate_handler(lambda _request: gateway, wire, evaluation=bool(prefix))
+            defs.append(web.post(prefix + path, handler))
         defs += [web.get(prefix + path, healthy) for path in ("/health", "/health_generate")]
         defs += [web.get(f"{prefix}/v1/models", models), web.get(f"{prefix}/model_info", model_info)]
     return defs
 
 
-def _make_handler(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
+def describe_models(gateway: Gateway) -> dict[str, Any]:
+    """Return the answer to /v1/models."""
+    model = {"id": gateway.model_name, "object": "model", "created": 0, "owned_by": "hpc-rl"}
+    return {"object": "list", "data": [{**model, "max_model_len": gateway.reader.bounds.context}]}
+
+
+def make_generate_handler(
+    find_gateway: Callable[[web.Request], Gateway], of_path: Wire, evaluation: bool = False
+) -> Handler:
+    """Return the handler of requests in a schema, which `find_gateway`'s gateway answers."""
+
     async def generate(request: web.Request) -> web.StreamResponse:
+        gateway = find_gateway(request)
         try:
             body = await _load_body(request)
             wire = Wire.VLLM if of_path is Wire.SGLANG and "prompt" in body else of_path
-            if wire in (Wire.CHAT, Wire.COMPLETION) and is_probe(body):
+            if gateway.answers_probes and wire in (Wire.CHAT, Wire.COMPLETION) and is_probe(body):
                 gateway.counters.probes += 1
                 return web.json_response(make_probe_answer(wire, gateway.model_name))
             order = gateway.reader.parse(wire, body)
@@ -200,6 +209,6 @@ async def _unwrap(work: Coroutine[Any, Any, T]) -> T:
 
 def _answer_error(status: int, error: Exception) -> web.Response:
     kind = "invalid_request_error" if status == 400 else "server_error"
-    name = error.field if isinstance(error, FieldRefused) else None
+    name, code = (error.field, error.code) if isinstance(error, FieldRefused) else (None, None)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return web.json_response(make_error(str(error), kind, name), status=status, headers=headers)
+    return web.json_response(make_error(str(error), kind, name, code), status=status, headers=headers)

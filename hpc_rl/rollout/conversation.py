@@ -9,10 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from hpc_rl.core.types import Turn
+from hpc_rl.datasets.continuation import encode_continuation
 from hpc_rl.datasets.tokenizer import Tokenizer
-
-# Stands for a reply in a rendering of the chat template; no template changes such a text.
-REPLY = "hpc-rl-reply"
 
 Sample = Callable[[list[int]], Awaitable[Turn]]
 
@@ -78,11 +76,5 @@ class Conversation:
     def _encode_unsaid(self) -> list[int]:
         if not self.turns:
             return self.tokenizer.encode(self.tokenizer.chat(self._unsaid), add_special_tokens=False)
-        # the template's text after a reply: its end, the new messages, the beginning of the next reply
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
-        text = self.tokenizer.chat([*before, *self._unsaid]).rpartition(REPLY)[2]
-        added = self.tokenizer.encode(text, add_special_tokens=False)
-        reply = self.turns[-1][1].output_ids
-        # the model has already made the token that ends a reply
-        ended = bool(reply) and reply[-1] in self.tokenizer.eos_token_ids
-        return added[1:] if ended and added[:1] == reply[-1:] else added
+        before = [{"role": "user", "content": "."}]
+        return encode_continuation(self.tokenizer, before, self._unsaid, self.turns[-1][1].output_ids)

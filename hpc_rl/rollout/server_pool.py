@@ -6,6 +6,7 @@ import copy
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
@@ -76,6 +77,24 @@ class ServerPool:
         other._is_exact = is_exact
         other._configure_sampling(gconfig, section)
         return other
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters common to all requests, under SGLang's names."""
+        return {**self._sampling, "min_new_tokens": self._gconfig.min_new_tokens}
+
+    @property
+    def limit(self) -> int:
+        """The largest number of tokens of input and output together."""
+        return self._limit
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self._gconfig.max_new_tokens
+
+    def bind(self, request: GenerateRequest, min_version: str) -> GenerateRequest:
+        """Return a request with its own sampling, limited to servers with the right weights."""
+        return replace(request, min_version=min_version, exact=self._is_exact)
 
     def request(
         self,

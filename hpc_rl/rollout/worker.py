@@ -170,9 +170,10 @@ class Worker:
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None
-        built_in = self.config.rollout.workflow in WORKFLOWS
+        # an agent may lose episodes, and an episode may give several sequences
+        fixed = self.config.rollout.workflow in WORKFLOWS.keys() - {"agent"}
         strict = self.config.rollout.check_trajectory_format
-        check_group(group, prompt["index"], self.vocab_size, sampler.n_samples if built_in else None, strict)
+        check_group(group, prompt["index"], self.vocab_size, sampler.n_samples if fixed else None, strict)
         # a workflow may set the reward itself
         for trajectory in group.trajectories:
             trajectory.reward = check_number(trajectory.reward)
@@ -185,6 +186,9 @@ def _make_group_frame(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> 
     group.index = prompt["index"]
     if kept:
         group.columns, group.shortened = shorten_columns(prompt["columns"])
+    else:
+        for one in group.trajectories:
+            one.output = ""
     record = GroupRecord.from_group(group, WeightVersion.parse(prompt["version"]).step)
     return GroupMade(
         op="group",

@@ -99,7 +99,7 @@ class Sampler:
             raise ConfigError(
                 f"pool {pool!r} is an external endpoint, which takes messages, not tokens: call ask()."
             )
-        seed = self._make_seed(label, sample)
+        seed = self.make_seed(label, sample)
         request = chosen.request(list(input_ids), seed, self._get_min_version(chosen), max_tokens=max_tokens)
         return (await chosen.generate([request]))[0]
 
@@ -124,12 +124,27 @@ class Sampler:
         The seeds follow from the label and the answer's number: a repeated question under one label gets the
         same answers. `max_new_tokens` None means the pool's limit.
         """
-        chosen, seeds = self._find(pool), [self._make_seed(label, number) for number in range(n)]
+        chosen, seeds = self._find(pool), [self.make_seed(label, number) for number in range(n)]
         if isinstance(chosen, ServerPool):
             return await chosen.ask(
                 messages, seeds, max_new_tokens, min_version=self._get_min_version(chosen)
             )
         return await chosen.ask(messages, seeds, max_new_tokens)
+
+    @property
+    def source(self) -> ServerPool:
+        """The servers that sample."""
+        assert not isinstance(self._source, TextSource), "a source of texts takes no tokens"
+        return self._source
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self._identity[1] == "evaluation"
+
+    async def send(self, requests: Sequence[GenerateRequest]) -> list[Turn]:
+        """Return the turns of requests that have their own sampling and seeds, all from one server."""
+        least = self._get_min_version(self.source)
+        return await self._generate([self.source.bind(request, least) for request in requests])
 
     async def once(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `make()`; a repeated run of the prompt, as after a kill, gets the same one.
@@ -175,7 +190,8 @@ class Sampler:
         """Return the minimum version of the weights; "" for a frozen pool."""
         return self._min_version if pool is self._pool else ""
 
-    def _make_seed(self, label: str, number: int) -> int:
+    def make_seed(self, label: str, number: int) -> int:
+        """Return the seed of a generation with a label of its own, the same in a repeated run."""
         return make_sample_seed(*self._identity, f"{label}/{number}")
 
     def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:

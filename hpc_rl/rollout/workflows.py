@@ -11,6 +11,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.types import TrajectoryGroup
+from hpc_rl.rollout.agent.workflow import AgentWorkflow
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
@@ -33,6 +34,7 @@ WORKFLOWS: dict[str, Any] = {
     "single_turn": single_turn,
     "multi_turn": MultiTurn,
     "teacher": TeacherWorkflow,
+    "agent": AgentWorkflow,
 }
 
 

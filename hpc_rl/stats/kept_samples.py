@@ -69,6 +69,7 @@ class Sample(JsonRecord):
     ] = ()  # (start, end) characters in `completion` that the model did not write
     columns: dict[str, Any] = field(default_factory=dict)  # of the row, without the prompt
     shortened: tuple[str, ...] = ()  # names of shortened columns
+    output: str = ""  # that its agent wrote
 
     def texts(self) -> Iterator[tuple[bool, str]]:
         """Yield the completion in pieces, each with whether the model wrote it."""
@@ -154,6 +155,7 @@ class SampleWriter:
             given=self._find_given(one.ids[first:], made[first:]),
             columns=group.columns,
             shortened=tuple(group.shortened),
+            output=one.output,
         )
 
     def _find_given(self, ids: np.ndarray, made: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -318,11 +318,12 @@ def _format_cell(one: Sample, with_prompt: bool = False) -> dict[str, Any]:
     )
     parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
     prompt = clip_text(one.prompt) if with_prompt else ""
+    output = [f"output: {clip_text(one.output)}"] if one.output else []
     return {
         "facts": facts,
         "parts": parts,
         "prompt": prompt,
-        "columns": [one.format_column(name) for name in one.columns],
+        "columns": [*(one.format_column(name) for name in one.columns), *output],
         "texts": clip_texts(one),
     }
 

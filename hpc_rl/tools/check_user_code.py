@@ -40,6 +40,7 @@ from hpc_rl.trials.user_code import (
     IMPORTS,
     START_S,
     find_call_limit_s,
+    find_workflow_code,
 )
 
 COMPLETION = "The answer is 1."
@@ -95,8 +96,8 @@ def _check_callback(path: str) -> Iterator[Attempt | Refusal]:
 
 def _check_completions_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
     rollout = config.rollout
-    if ":" in rollout.workflow:
-        option, value = "rollout.workflow", rollout.workflow
+    option, value = find_workflow_code(config)
+    if ":" in value:
         refuse = partial(Refusal, option=option, value=value, kind=Kind.FILE)
         yield Attempt(IMPORTS, option, value)
         try:

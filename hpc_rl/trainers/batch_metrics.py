@@ -10,7 +10,7 @@ from hpc_rl.checkpoint.lineage import find_ancestors
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Trial
-from hpc_rl.core.types import REGENERATED, Trajectory, TrajectoryGroup
+from hpc_rl.core.types import AGENT_STATS, REGENERATED, Trajectory, TrajectoryGroup
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.minibatches import is_useful
 
@@ -22,7 +22,9 @@ class BatchMetrics:
     """Reports batches to a tracker. Warns once about a configured name that no trajectory has."""
 
     def __init__(self, config: GRPOConfig, trial: Trial) -> None:
-        self.agent_stats = config.actor.log_agent_stats_keys if config.actor.log_agent_stats else []
+        chosen = config.actor.log_agent_stats_keys if config.actor.log_agent_stats else []
+        own = AGENT_STATS if config.rollout.workflow == "agent" else ()
+        self.agent_stats = list(dict.fromkeys([*chosen, *own]))
         self._all_stats = isinstance(config, TeacherConfig)  # report all stats of the workflow `teacher`
         self._reported_missing: set[str] = set()
         self._trial = trial

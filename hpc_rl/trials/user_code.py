@@ -31,6 +31,7 @@ CODE_OF = "code of "
 ALGORITHM = "actor.algorithm"
 CALLBACKS = "callbacks"
 _CODE = ("rollout.workflow", "rollout.reward_fn", ALGORITHM, CALLBACKS)
+AGENT = "rollout.workflow_args"
 START_S = 60.0  # for the import of a user's module
 CALLBACK_S = 30.0  # for the call of a callback, in a trial without rewards
 # Kinds of lines of tools/check_user_code.py: attempts, the fields of a refusal or note, the end.
@@ -77,7 +78,7 @@ def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
     if isinstance(config, GRPOConfig):
         rewards = config.rollout.reward_functions
         named |= {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
-        named |= {"rollout.workflow": config.rollout.workflow, ALGORITHM: config.actor.algorithm}
+        named |= {ALGORITHM: config.actor.algorithm, **dict([find_workflow_code(config)])}
     for name, where in named.items():
         module, colon, _ = where.partition(":")
         file = source_file(module, path) if colon else None
@@ -86,6 +87,14 @@ def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
             both = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
             found[name] = (file, both if digests[1:] else digests[0])
     return found
+
+
+def find_workflow_code(config: GRPOConfig) -> tuple[str, str]:
+    """Return the option that names the workflow, and its import path or name; of an agent its function."""
+    rollout = config.rollout
+    if rollout.workflow == "agent" and (function := rollout.workflow_args.get("function")):
+        return AGENT, str(function)
+    return "rollout.workflow", rollout.workflow
 
 
 def _own_files(file: Path | None, path: Sequence[str]) -> dict[Path, bytes]:
@@ -279,4 +288,5 @@ def _is_own_code(config: Config) -> bool:
     if config.callbacks or not isinstance(config, GRPOConfig):
         return bool(config.callbacks)
     rollout = config.rollout
-    return any(":" in path for path in (rollout.workflow, config.actor.algorithm, *rollout.reward_functions))
+    workflow = find_workflow_code(config)[1]
+    return any(":" in path for path in (workflow, config.actor.algorithm, *rollout.reward_functions))

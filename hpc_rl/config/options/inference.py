@@ -109,11 +109,13 @@ class InferenceEngineConfig:
     """`ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension."""
     workflow: str = "single_turn"
     """`single_turn`; `multi_turn`, which lets the model try a second time; `teacher`, the default of trainer
-    teacher; or your own `package.module:name`. hpc-rl extension."""
+    teacher; `agent`, any program that uses OpenAI's API; or your own `package.module:name`. hpc-rl
+    extension."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the workflow's class, or of its `create` after the configuration, by name:
     `max_turns`, `turn_discount`, `max_tokens_per_trajectory`, `feedback`, `tools`, `tool_timeout_s`,
-    `credit_by_turn` for `multi_turn`, any for your own. hpc-rl extension."""
+    `credit_by_turn` for `multi_turn`; `command`, `function`, `timeout_s`, `retries`, `failure_reward`,
+    `max_calls`, `max_episodes`, `keep_tokens` for `agent`; any for your own. hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers

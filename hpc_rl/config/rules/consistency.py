@@ -340,7 +340,8 @@ def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[Refu
     sets = config.evaluator.sets if isinstance(config, GRPOConfig) else {}
     if keep.metric.startswith(tuple(f"eval_{name}/" for name in sets)):
         return
-    fills_stats = isinstance(config, GRPOConfig) and ":" in config.rollout.workflow
+    own = isinstance(config, GRPOConfig) and config.rollout.workflow
+    fills_stats = bool(own) and (own == "agent" or ":" in own)
     if not (fills_stats and keep.metric.startswith("eval_")):
         yield Refusal(
             option="saver.keep_best.metric",

@@ -33,6 +33,7 @@ from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.file_rules import DATA_FILES, find_split_file, make_hub_hint, make_relative_hint
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import find_trained_model
+from hpc_rl.config.text_templates import list_names
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file
 from hpc_rl.core.refusal import Kind, Refusal, make_note
@@ -220,9 +221,30 @@ def _suggest_columns(section: str, dataset: DatasetConfig, kind: str, row: Row) 
     return f"Say which column is which by {section}.columns {{{pairs}}}; texts are in {', '.join(texts)}."
 
 
+def check_agent_columns(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse an agent's command with a name in braces that is no column of the first rows."""
+    if not isinstance(config, GRPOConfig) or config.rollout.workflow != "agent":
+        return
+    command = config.rollout.workflow_args.get("command") or ""
+    names = list_names(command if isinstance(command, str) else "\n".join(map(str, command)))
+    for section, dataset in list_read_datasets(config):
+        found = load_named_rows(dataset.path, dataset.columns)
+        missing = [name for name in names if found and any(name not in row for row in found)]
+        if missing:
+            yield Refusal(
+                option="rollout.workflow_args",
+                kind=Kind.CONFLICT,
+                why=f": command has {{{missing[0]}}}, which is no column of each row of {dataset.path}",
+                use=f"they have {', '.join(list_columns(found)) or 'nothing'}",
+                related=(f"{section}.path",),
+            )
+
+
 def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse a built-in reward that is 0 for each of the first rows, whatever the answer."""
-    if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
+    # an agent may give its own reward
+    scoring = {*BUILT_IN["workflow"]} - {"agent"}
+    if not isinstance(config, GRPOConfig) or config.rollout.workflow not in scoring:
         return
     refuse = partial(Refusal, option="rollout.reward_fn", kind=Kind.CONFLICT)
     for reward, (section, dataset) in product(config.rollout.reward_functions, list_read_datasets(config)):
@@ -279,7 +301,7 @@ def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int
             yield section, dataset, num_equal, len(found)
 
 
-RULES = [check_files, check_rows, check_rewards, check_pairs]
+RULES = [check_files, check_rows, check_agent_columns, check_rewards, check_pairs]
 
 
 def list_notes(config: Config) -> Iterator[Refusal]:

@@ -2,7 +2,9 @@
 
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
@@ -12,14 +14,14 @@ from hpc_rl.config.load.parser import convert_value, describe_allowed
 from hpc_rl.config.load.source import add_origin
 from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
-from hpc_rl.config.options.limits import NonNegativeFloat, PositiveFloat, PositiveInt
+from hpc_rl.config.options.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from hpc_rl.config.rules.consistency import find_context_option, find_server_backend, list_given
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 BUILT_IN = {
-    "workflow": ["single_turn", "multi_turn", "teacher"],
+    "workflow": ["single_turn", "multi_turn", "teacher", "agent"],
     "reward_fn": list(REWARDS),
 }
 WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its arguments with their types
@@ -34,6 +36,16 @@ WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its argumen
         "credit_by_turn": bool,
     },
     "teacher": {},
+    "agent": {
+        "command": str | list[str],
+        "function": str,
+        "timeout_s": PositiveFloat,
+        "retries": NonNegativeInt,
+        "failure_reward": float | None,
+        "max_calls": PositiveInt,
+        "max_episodes": PositiveInt | None,
+        "keep_tokens": bool,
+    },
 }
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
@@ -92,7 +104,7 @@ def check_too_long(config: Config, explicit: Collection[str]) -> Iterator[Refusa
         if not isinstance(config, GRPOConfig):
             why = f"can't be used: only prompts are truncated, and trainer {config.trainer} has none"
             related = ("trainer",)
-        elif config.rollout.workflow in ("multi_turn", "teacher"):
+        elif config.rollout.workflow in ("multi_turn", "teacher", "agent"):
             why = f"can't be used: workflow {config.rollout.workflow} never truncates its messages"
         else:
             continue
@@ -259,6 +271,33 @@ def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterat
             )
 
 
+def check_agent(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse an agent without a program, or with two."""
+    rollout = config.rollout
+    if rollout.workflow != "agent":
+        return
+    command, function = rollout.workflow_args.get("command"), rollout.workflow_args.get("function")
+    refuse = partial(Refusal, option="rollout.workflow_args", related=("rollout.workflow",))
+    example = "command: [python, agent.py], or function: my_agent:solve"
+    if bool(command) == bool(function):
+        why = "has both command and function" if command else "needs the agent's program"
+        yield refuse(
+            kind=Kind.CONFLICT if command else Kind.MISSING, why=f": workflow agent {why}", use=example
+        )
+    elif function and not re.fullmatch(IMPORT_PATH, str(function)):
+        why = f": function {function!r} is not of the form package.module:name"
+        yield refuse(kind=Kind.VALUE, why=why, use=example)
+    elif isinstance(command, str) and not _is_command(command):
+        yield refuse(kind=Kind.VALUE, why=f": command {command!r} can't be split into words", use=example)
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:  # a quotation without an end
+        return False
+
+
 def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options without effect; AReaL's files often contain them."""
     if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
@@ -311,4 +350,12 @@ def check_callbacks(config: Config, explicit: Collection[str]) -> Iterator[Refus
 
 
 RULES = [check_batch_of_ranks, check_too_long, check_no_servers, check_callbacks]
-GRPO_RULES = [check_groups, check_sampling, check_lengths, check_rollout, check_workflow_args, check_servers]
+GRPO_RULES = [
+    check_groups,
+    check_sampling,
+    check_lengths,
+    check_rollout,
+    check_workflow_args,
+    check_agent,
+    check_servers,
+]

@@ -3,6 +3,9 @@
 import sys
 
 import pytest
+from chat_tokenizers import chat_tokenizer
+
+__all__ = ["chat_tokenizer", "user_code"]
 
 
 @pytest.fixture

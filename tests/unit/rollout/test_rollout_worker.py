@@ -496,7 +496,8 @@ def test_workflows_by_import_path(user_code):
     ]:
         with pytest.raises(ConfigError, match=words):
             load(path, **args)
-    assert set(inspect.signature(WORKFLOWS["multi_turn"]).parameters) == set(WORKFLOW_ARGS["multi_turn"])
+    for name in ("multi_turn", "agent"):
+        assert set(inspect.signature(WORKFLOWS[name]).parameters) == set(WORKFLOW_ARGS[name])
     assert import_object("k", "own_workflow:x") == 1
 
 
