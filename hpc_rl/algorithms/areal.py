@@ -48,7 +48,7 @@ def compute_credit(batch: RewardBatch, options: Options) -> torch.Tensor:
     )
     group_B = batch.group_B if batch.mixed_sizes else number_groups(len(shaped_B), batch.group_size)
     if options.reward_norm is not None:
-        shaped_B = normalize(shaped_B, options.reward_norm, group_B)
+        shaped_B = normalize(shaped_B, options.reward_norm, group_B, share_B=batch.share_B)
     if options.mask_no_eos_with_zero:
         shaped_B = torch.where(lengths_B == mask_BT.shape[1], torch.zeros_like(shaped_B), shaped_B)
     rewards_BT = torch.zeros(mask_BT.shape) if token_rewards_BT is None else token_rewards_BT.clone()

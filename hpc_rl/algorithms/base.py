@@ -46,6 +46,7 @@ class RewardBatch(NamedTuple):
     given_B: torch.Tensor | None = None  # float32, rewards without the length penalties
     truncated_B: torch.Tensor | None = None  # bool, whether the completion reached its token limit
     lengths_B: torch.Tensor | None = None  # int64, tokens of each row, prompt included
+    share_B: torch.Tensor | None = None  # float32, weight of each row in means of rewards; None means 1 each
     group_size: int = 1  # trajectories per prompt, as configured
     mixed_sizes: bool = False  # environments or agents made groups of other sizes
     # float32, added unchanged after the trajectory's reward is shaped and placed

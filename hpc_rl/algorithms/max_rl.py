@@ -14,7 +14,7 @@ def compute_credit(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:
     shaped_B = shape_rewards(
         batch.rewards_B, options.reward_bias, options.reward_scaling, options.reward_clip
     )
-    centered_B = normalize(shaped_B, Levels("group", None), batch.group_B)
+    centered_B = normalize(shaped_B, Levels("group", None), batch.group_B, share_B=batch.share_B)
     mean_B = shaped_B - centered_B
     credit_B = torch.where(mean_B > 1e-6, centered_B / mean_B, torch.zeros_like(mean_B))
     return spread_rewards(batch, credit_B, options)

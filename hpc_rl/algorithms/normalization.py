@@ -32,35 +32,43 @@ def normalize(
     levels: Levels,
     group_B: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    share_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (x - mean) / (std + eps) over the entries that `mask` selects, float32; 0 elsewhere.
 
     x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and
-    deviation 0. By default each row is a group. Raises ValueError for an unknown level.
+    deviation 0. By default each row is a group. share_B: the weight of each row in mean and deviation, float
+    [B]; rows that share one entry have equal x and the sum 1. Raises ValueError for an unknown level.
     """
     if mask is None:
         mask = torch.ones_like(x, dtype=torch.bool)
     if group_B is None:
         group_B = torch.arange(len(x))
     x64 = torch.where(mask, x, torch.zeros_like(x)).double()
+    counts = mask if share_B is None else mask * share_B.double().reshape(-1, *[1] * (x.dim() - 1))
     out = x64
     if levels.mean is not None:
         own = x64 if levels.leave_one_out else torch.zeros_like(x64)
-        total, count = _sum_totals(x64, mask, levels.mean, group_B)
+        total, count = _sum_totals(x64, counts, levels.mean, group_B)
         out = out - (total - own) / (count - int(levels.leave_one_out)).clamp(min=1)
     if levels.std is not None:
         deviation = torch.where(mask, out, torch.zeros_like(out)).square()
-        total, count = _sum_totals(deviation, mask, levels.std, group_B)
+        total, count = _sum_totals(deviation, counts, levels.std, group_B)
         out = out / ((total / (count - int(levels.unbiased)).clamp(min=1)).sqrt() + levels.eps)
     return torch.where(mask, out, torch.zeros_like(out)).float()
 
 
 def _sum_totals(
-    x: torch.Tensor, mask: torch.Tensor, level: Level, group_B: torch.Tensor
+    x: torch.Tensor, counts: torch.Tensor, level: Level, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the masked entries and their count, in shapes that broadcast against x."""
+    """Return the sum of the masked entries and their count, in shapes that broadcast against x.
+
+    `counts` is a mask, or has weights in its place; x is 0 outside of it.
+    """
+    if counts.dtype != torch.bool:
+        x = x * counts
     if level == "batch":
-        return x.sum(), mask.sum()
+        return x.sum(), counts.sum()
     if level != "group":
         raise ValueError(f"a normalization level is batch, group or None, got {level!r}")
     member_B = group_B != NO_GROUP
@@ -72,7 +80,7 @@ def _sum_totals(
         total_G = torch.zeros(max(1, num_groups), dtype=torch.float64).index_add_(0, group_B0, row_B)
         return (total_G[group_B0] * member_B).reshape(-1, *[1] * (x.dim() - 1))
 
-    return per_row(x), per_row(mask)
+    return per_row(x), per_row(counts)
 
 
 def number_groups(num_rows: int, group_size: int) -> torch.Tensor:

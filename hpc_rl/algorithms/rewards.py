@@ -100,7 +100,7 @@ def compute_credit(batch: RewardBatch, options: Options) -> torch.Tensor:
         batch.rewards_B, options.reward_bias, options.reward_scaling, options.reward_clip
     )
     if options.reward_norm is not None:
-        shaped_B = normalize(shaped_B, options.reward_norm, batch.group_B)
+        shaped_B = normalize(shaped_B, options.reward_norm, batch.group_B, share_B=batch.share_B)
     return spread_rewards(batch, shaped_B, options)
 
 

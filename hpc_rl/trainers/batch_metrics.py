@@ -37,7 +37,7 @@ class BatchMetrics:
         rows = [row for group in groups for row in group.trajectories]
         staleness = [max(0, step - 1 - row.oldest_step()) for row in rows]
         for row, age in zip(rows, staleness, strict=True):
-            stats.mean("reward", row.reward, 1)
+            stats.mean("reward", row.share * row.reward, row.share)
             stats.mean("seq_len", len(row.ids), 1)
             stats.mean("completion_len", int(row.loss_mask.sum()), 1)
             stats.mean("truncated", float(row.finish_reason == "length"), 1)

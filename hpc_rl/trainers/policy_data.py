@@ -107,6 +107,7 @@ class PolicyData:
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
         size = self.config.gconfig.n_samples
         mask_BT = pad_rows([row.loss_mask for row in rows])
+        shares = [row.share for row in rows]
         return RewardBatch(
             rewards_B=scored.rewards_B,
             mask_BT=mask_BT,
@@ -114,6 +115,7 @@ class PolicyData:
             given_B=scored.given_B,
             truncated_B=torch.tensor([row.finish_reason == "length" for row in rows]),
             lengths_B=torch.tensor([len(row.ids) for row in rows]),
+            share_B=torch.tensor(shares) if any(one != 1.0 for one in shares) else None,
             group_size=size,
             mixed_sizes=self.may_mix_sizes and bool((sizes_G != size).any()),
             token_rewards_BT=self._token_rewards(rows, mask_BT, known),

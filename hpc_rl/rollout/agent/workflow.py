@@ -166,7 +166,7 @@ class AgentWorkflow:
         stats["rewritten_chats"] = episode.num_rewritten
         for one in made:
             one.stats |= {name: float(value) for name, value in stats.items()}
-            one.output = output
+            one.share, one.output = 1.0 / len(made), output
         return made
 
     def _log(self, generate: Sampler, sample: int, number: int, error: Exception, output: str) -> None:

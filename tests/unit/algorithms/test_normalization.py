@@ -101,3 +101,21 @@ def test_remainder_rows_of_areal_are_divided_by_eps() -> None:
 def test_sums_are_exact_where_float32_would_drift() -> None:
     x = torch.full((20_000,), 1e4) + torch.arange(20_000) % 2
     close(normalize(x, Levels("batch", None)).abs().mean(), 0.5)
+
+
+def test_rows_that_share_an_entry_count_once() -> None:
+    # two rows of one episode with reward 1, and one of another with reward 0
+    x, group_B, share_B = (
+        torch.tensor([1.0, 1, 0]),
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor([0.5, 0.5, 1]),
+    )
+    close(normalize(x, Levels("group", None), group_B, share_B=share_B), [0.5, 0.5, -0.5])
+    close(normalize(x, Levels("group", "group"), group_B, share_B=share_B), [0.99998, 0.99998, -0.99998])
+    alone = Levels("group", None, leave_one_out=True)
+    close(normalize(x, alone, group_B, share_B=share_B), [1.0, 1.0, -1.0])
+    tokens = torch.tensor([[1.0, 0], [1, 0], [0, 0]])
+    mask = torch.tensor([[True, False], [True, False], [True, True]])
+    third = -1 / 3  # the mean over 0.5 + 0.5 + 1 + 1 entries
+    want = [[1 + third, 0], [1 + third, 0], [third, third]]
+    close(normalize(tokens, Levels("batch", None), None, mask, share_B), want)

@@ -275,25 +275,6 @@ def test_a_function_that_can_not_be_imported_is_refused():
         AgentWorkflow(function="no_such_module:solve")
 
 
-async def test_256_episodes_run_at_once(play, chat_tokenizer):
-    num, waiting = 256, asyncio.Event()
-    servers = Texts(chat_tokenizer, lambda text: "ok")
-    generate = servers.generate_many
-
-    async def wait_for_all(requests):
-        made = await generate(requests)
-        if len(servers.requests) == num:
-            waiting.set()
-        await waiting.wait()
-        return made
-
-    servers.generate_many = wait_for_all
-    source = "def solve(row):\n    ask(row['messages'])\n    return 1.0\n"
-    group = await play(source, make_sampler(servers, num), retries=0, timeout_s=extend(50))
-    assert len(group.trajectories) == num and waiting.is_set()
-    assert {one.stats["lost_episodes"] for one in group.trajectories} == {0.0}
-
-
 async def test_tokens_masks_and_logprobs_equal_the_gateways_log(play, chat_tokenizer, tmp_path, monkeypatch):
     log = GatewayLog(tmp_path / "log")
 
