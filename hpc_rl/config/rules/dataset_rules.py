@@ -305,6 +305,11 @@ RULES = [check_files, check_rows, check_agent_columns, check_rewards, check_pair
 
 
 def list_notes(config: Config) -> Iterator[Refusal]:
+    if isinstance(config, GRPOConfig) and config.rollout.workflow == "agent":
+        folder = _find_tokenizer(config)
+        if (folder / "tokenizer.json").is_file() and not has_chat_template(folder):
+            why = f": {folder} has no chat template, so an agent can only use /v1/completions"
+            yield make_note("rollout.workflow", why, Kind.FILE, value="agent")
     for section, _, num_equal, num in _count_equal_pairs(config):
         which = f"{num_equal} of the first {num} rows; the model learns nothing from them"
         yield make_note(section, f": `chosen` and `rejected` are equal in {which}", Kind.FILE)

@@ -4,7 +4,7 @@ import pytest
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind
-from tests.unit.config.test_dataset_rules import load_checked, make_place
+from tests.unit.config.test_dataset_rules import load_checked, make_place, remove_template
 
 ROWS = [{"prompt": "1+2=", "topic": "sums"}]
 
@@ -52,3 +52,11 @@ def test_an_agents_rows_are_not_truncated(tmp_path):
             make_place(tmp_path), ROWS, "rollout.workflow=agent", "rollout.workflow_args.command=a",
             "train_dataset.too_long=truncate_left", "train_dataset.max_length=8",
         )  # fmt: skip
+
+
+def test_a_note_tells_that_chats_need_a_template(tmp_path):
+    place = make_place(tmp_path)
+    words = "can only use /v1/completions"
+    assert not any(words in str(note) for note in load_agent(place, command="a").notes)
+    remove_template(place)
+    assert any(words in str(note) for note in load_agent(place, command="a").notes)
