@@ -11,42 +11,22 @@ result in the exchange file. Messages are lines of JSON.
 Between this process and each agent is a keeper, which kills all processes of its agent when that ends.
 """
 
-import asyncio
 import contextlib
-import inspect
 import json
 import os
 import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hpc_rl.core import log
-from hpc_rl.rollout.rewards import import_object
-from hpc_rl.rollout.user_errors import Raised
+from hpc_rl.rollout.agent.functions import AgentFunction
 from hpc_rl.sandbox import launcher
 
-OPTION = "rollout.workflow_args"
-MAX_RESULT_BYTES = 1 << 20
 NO_PROGRAM = 127  # exit code of a command that can't be started, as of a shell
 STOPPED = 128 + signal.SIGTERM
 WAITED_FOR = {signal.SIGCHLD, signal.SIGTERM}
-
-
-def make_callable(path: str) -> Callable[..., Any]:
-    """Return the agent that `path` names: a function, or the `run` of an object or a class.
-
-    Raises ConfigError if it can't be imported, TypeError if it is none of these.
-    """
-    found = import_object(OPTION, path)
-    if isinstance(found, type):
-        found = found()
-    function = getattr(found, "run", found)
-    if not callable(function):
-        raise TypeError(f"{path} is {type(found).__name__}; an agent is a function, or has a method run(row)")
-    return function
 
 
 def main() -> int:
@@ -54,7 +34,7 @@ def main() -> int:
     launcher.prctl(launcher.PR_SET_PDEATHSIG, signal.SIGTERM)
     log.configure("agent-host")
     try:
-        function = make_callable(sys.argv[2]) if sys.argv[2:] else None
+        function = AgentFunction(sys.argv[2]) if sys.argv[2:] else None
     except Exception as error:  # whatever the user's module raises
         _send(connection, {"error": str(error) or type(error).__name__})
         return 1
@@ -70,7 +50,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 class Host:
     """Starts and ends episodes until the worker is gone."""
 
-    def __init__(self, connection: socket.socket, function: Callable[..., Any] | None) -> None:
+    def __init__(self, connection: socket.socket, function: AgentFunction | None) -> None:
         self._connection, self._function = connection, function
         self._keepers: dict[int, int] = {}  # id of the episode -> its keeper's process
         self._pid = os.getpid()
@@ -163,7 +143,7 @@ class Host:
         return number
 
 
-def keep_agent(function: Callable[..., Any] | None, exchange: int, output: int, parent: int) -> int:
+def keep_agent(function: AgentFunction | None, exchange: int, output: int, parent: int) -> int:
     """Run an agent; return its exit code once none of its processes is left.
 
     This process is a child of `parent`, and does not outlive it.
@@ -186,7 +166,7 @@ def keep_agent(function: Callable[..., Any] | None, exchange: int, output: int, 
     return code
 
 
-def become_agent(function: Callable[..., Any] | None, exchange: int, output: int) -> NoReturn:
+def become_agent(function: AgentFunction | None, exchange: int, output: int) -> NoReturn:
     """Become the agent: a session of its own, with its row on standard input; never returns."""
     code = NO_PROGRAM
     try:
@@ -215,8 +195,7 @@ def become_agent(function: Callable[..., Any] | None, exchange: int, output: int
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         if "numpy" in sys.modules:  # its generator would be in the same state in each episode
             sys.modules["numpy"].random.seed()
-        result = call_agent(function, work["row"], work["options"])
-        _replace(own, result)
+        _replace(own, function.call(work["row"], work["options"]))
         sys.stdout.flush()
         sys.stderr.flush()
         code = 0
@@ -224,39 +203,6 @@ def become_agent(function: Callable[..., Any] | None, exchange: int, output: int
         os.write(2, f"the agent can't be started: {error}\n".encode(errors="replace"))
     finally:
         os._exit(code)
-
-
-def call_agent(function: Callable[..., Any], row: dict[str, Any], options: dict[str, str]) -> str:
-    """Call an agent function; return `{"value"}` or `{"error": fields of Raised}` as JSON.
-
-    The function gets those of the options that it has parameters for.
-    """
-    try:
-        known = inspect.signature(function).parameters
-        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-        value = function(row, **{name: one for name, one in options.items() if takes_all or name in known})
-        if inspect.isawaitable(value):
-            value = asyncio.run(_wait_for(value))
-        text = json.dumps({"value": value}, default=_convert_number)
-        if len(text) > MAX_RESULT_BYTES:
-            raise ValueError(f"the agent returned {len(text)} characters; allowed: {MAX_RESULT_BYTES}")
-        return text
-    except (Exception, SystemExit) as error:
-        return json.dumps({"error": list(Raised.from_error(error, function))})
-
-
-def _convert_number(value: Any) -> float:
-    """Return a number of another type, as NumPy's. Raises TypeError for other values."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        allowed = "a number, a dict of numbers with `reward`, a text, or None"
-        kind = type(value).__name__
-        raise TypeError(f"the agent returned {value!r:.60} ({kind}); allowed: {allowed}") from None
-
-
-async def _wait_for(value: Any) -> Any:
-    return await value
 
 
 def _replace(fd: int, text: str) -> None:

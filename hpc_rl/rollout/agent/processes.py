@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from hpc_rl.core import log
 from hpc_rl.rollout.agent.episode import EpisodeFailed
-from hpc_rl.rollout.agent.host import MAX_RESULT_BYTES, NO_PROGRAM
+from hpc_rl.rollout.agent.functions import MAX_RESULT_BYTES
+from hpc_rl.rollout.agent.host import NO_PROGRAM
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # the user's module may import large packages

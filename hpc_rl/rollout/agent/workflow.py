@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, Turn
 from hpc_rl.rollout.agent.endpoint import AgentEndpoint
 from hpc_rl.rollout.agent.episode import Episode, EpisodeFailed, EpisodeLimits
+from hpc_rl.rollout.agent.functions import OPTION, AgentFunction
 from hpc_rl.rollout.agent.joining import join_calls, make_trajectory
 from hpc_rl.rollout.agent.processes import AgentEnd, AgentProcesses, describe_code
-from hpc_rl.rollout.rewards import Rejection, Score, fill_from_row, import_object, parse_score
+from hpc_rl.rollout.rewards import Rejection, Score, fill_from_row, parse_score
 from hpc_rl.rollout.workflow import Sampler, trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-OPTION = "rollout.workflow_args"
 LOCAL_HOSTS = "127.0.0.1,localhost"  # never through a proxy
 
 
@@ -61,7 +61,7 @@ class AgentWorkflow:
     ) -> None:
         self._argv = shlex.split(command) if isinstance(command, str) else list(command)
         if function:
-            import_object(OPTION, function)  # a mistake ends the trial now, not each prompt
+            AgentFunction(function)  # a mistake ends the trial now, not each prompt
         self._timeout_s, self._retries, self._failure_reward = timeout_s, retries, failure_reward
         self._limits = EpisodeLimits(max_calls, keep_tokens)
         self._places = asyncio.Semaphore(max_episodes) if max_episodes else contextlib.nullcontext()

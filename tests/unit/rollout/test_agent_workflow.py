@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 
 import aiohttp
@@ -268,6 +269,20 @@ def solve(row):
             url = seen["OPENAI_BASE_URL"] + "/chat/completions"
             async with session.post(url, json=body, headers=headers) as answer:
                 assert answer.status == 401, "its episode has ended"
+
+
+async def test_a_module_that_makes_its_client_at_its_import_is_imported_in_each_episode(play, chat_tokenizer):
+    source = """
+KEY, URL = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
+def solve(row):
+    assert (KEY, URL) == (os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]), KEY
+    ask(row["messages"])
+    return 1.0
+"""
+    before = os.environ.get("OPENAI_API_KEY")
+    group = await play(source, make_sampler(Texts(chat_tokenizer, lambda text: "ok"), 2))
+    assert [one.reward for one in group.trajectories] == [1.0, 1.0]
+    assert os.environ.get("OPENAI_API_KEY") == before, "placeholders of the import are gone"
 
 
 def test_a_function_that_can_not_be_imported_is_refused():
