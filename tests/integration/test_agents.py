@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from agents import CLIENT, Texts, make_sampler
@@ -53,6 +55,17 @@ async def test_the_calculator_as_a_command(chat_tokenizer):
     command = [sys.executable, "-m", "hpc_rl.examples.agents.calculator"]
     one = await play_example(chat_tokenizer, call, "42", row, command=command)
     assert one.reward == len("It is 42") and one.output == "It is 42\n"
+
+
+async def test_the_agent_of_the_page(chat_tokenizer, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    found = re.search(r"<!-- file: my_agent.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_agent.py").write_text(found[1])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(tmp_path)
+    call, row = make_call("multiply", '{"a": 6, "b": 7}'), {"prompt": "6 times 7?", "answer": "42"}
+    one = await play_example(chat_tokenizer, call, "42", row, function="my_agent:solve")
+    assert one.reward == 1.0
 
 
 async def test_tools_of_an_mcp_server(chat_tokenizer):

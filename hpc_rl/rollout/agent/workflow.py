@@ -29,6 +29,7 @@ from hpc_rl.rollout.workflow import Sampler, trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_FAILURES = 1000  # different ones that are counted
 LOCAL_HOSTS = "127.0.0.1,localhost"  # never through a proxy
 
 
@@ -140,7 +141,7 @@ class AgentWorkflow:
 
         Raises EpisodeFailed, or Rejection for a value that is no reward.
         """
-        if not episode.calls:
+        if not any(call.turn.output_ids for call in episode.calls):
             raise EpisodeFailed("the agent got no completion from the model", end.output)
         if episode.reward is not None:
             return episode.reward
@@ -171,6 +172,8 @@ class AgentWorkflow:
 
     def _log(self, generate: Sampler, sample: int, number: int, error: Exception, output: str) -> None:
         """Log a failed episode; of equal failures only the 1st, 2nd, 4th, 8th and so on."""
+        if len(self._failures) >= MAX_FAILURES:
+            self._failures.clear()
         self._failures[str(error)] += 1
         count = self._failures[str(error)]
         if count & (count - 1) == 0:
