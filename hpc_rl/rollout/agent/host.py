@@ -20,7 +20,6 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from hpc_rl.core import log
 from hpc_rl.rollout.agent.functions import AgentFunction
 from hpc_rl.sandbox import launcher
 
@@ -32,7 +31,7 @@ WAITED_FOR = {signal.SIGCHLD, signal.SIGTERM}
 def main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     launcher.prctl(launcher.PR_SET_PDEATHSIG, signal.SIGTERM)
-    log.configure("agent-host")
+    # no logging of ours: agents would inherit it
     try:
         function = AgentFunction(sys.argv[2]) if sys.argv[2:] else None
     except Exception as error:  # whatever the user's module raises
