@@ -340,8 +340,8 @@ def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[Refu
     sets = config.evaluator.sets if isinstance(config, GRPOConfig) else {}
     if keep.metric.startswith(tuple(f"eval_{name}/" for name in sets)):
         return
-    own = isinstance(config, GRPOConfig) and config.rollout.workflow
-    fills_stats = bool(own) and (own == "agent" or ":" in own)
+    workflow = config.rollout.workflow if isinstance(config, GRPOConfig) else ""
+    fills_stats = workflow == "agent" or ":" in workflow
     if not (fills_stats and keep.metric.startswith("eval_")):
         yield Refusal(
             option="saver.keep_best.metric",

@@ -61,7 +61,7 @@ class Host:
         for end in (wake_read, wake_write):
             end.setblocking(False)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        stopping = []
+        stopping: list[bool] = []
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.signal(signal.SIGTERM, lambda _number, _frame: stopping.append(True))
         selector = selectors.DefaultSelector()
