@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.tensor_files import IncompleteFile, Shape, load_shapes
 from hpc_rl.core.trial import load_object
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of each tensor's name in the file
+BASE_KEY = "base_model_name_or_path"  # in the settings
 ALL_LINEAR = "all-linear"
 # key -> value without effect; another value changes what an adapter computes
 _PLAIN = {
@@ -28,6 +31,8 @@ _PLAIN = {
     "exclude_modules": None,
 }
 HEAD = "score"  # the head of a reward model, which is trained and saved whole
+A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of the two factors of a layer
+_MOST_NAMED = 3  # tensors in a message
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class AdapterSettings:
         content = {
             "peft_type": self.kind.upper(),
             "task_type": "SEQ_CLS" if self.has_head else "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
+            BASE_KEY: self.base,
             "r": self.rank,
             "lora_alpha": self.alpha,
             "target_modules": list(self.modules),
@@ -71,6 +76,9 @@ class AdapterSettings:
         }
         if content.get("peft_type") != "LORA":
             odd["peft_type"] = content.get("peft_type")
+        whole = content.get("modules_to_save") or []
+        if {*whole} - {HEAD}:
+            odd["modules_to_save"] = whole
         if odd:
             named = ", ".join(f"{key}: {value}" for key, value in odd.items())
             raise ConfigError(f"{path} has {named}: only plain LoRA adapters are supported")
@@ -78,10 +86,48 @@ class AdapterSettings:
         if not isinstance(rank, int) or not isinstance(alpha, int | float) or not targets:
             raise ConfigError(f"{path} lacks r, lora_alpha or target_modules")
         modules = [targets] if isinstance(targets, str) else sorted(map(str, targets))
-        base = str(content.get("base_model_name_or_path") or "")
-        return cls(rank, alpha, tuple(modules), base, HEAD in (content.get("modules_to_save") or ()))
+        base = str(content.get(BASE_KEY) or "")
+        return cls(rank, alpha, tuple(modules), base, HEAD in whole)
 
 
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder has an adapter instead of a whole model."""
     return (folder / CONFIG_NAME).is_file()
+
+
+def load_tensor_shapes(folder: Path) -> dict[str, Shape]:
+    """Return the shapes of an adapter's tensors, by their names in the model.
+
+    Raises ConfigError for a damaged file, OSError.
+    """
+    path = folder / WEIGHTS_NAME
+    try:
+        found = load_shapes(path)
+    except IncompleteFile as error:
+        raise ConfigError(f"{folder} can't be used: {error}. Copy it again.") from error
+    return {name.removeprefix(PREFIX): shape for name, shape in found.items()}
+
+
+def list_factor_shapes(layers: Mapping[str, tuple[int, int]], rank: int) -> dict[str, Shape]:
+    """Return the shapes of A and B of each layer, by name; `layers` has its (out, in) features."""
+    shapes: dict[str, Shape] = {}
+    for name, (num_out, num_in) in layers.items():
+        shapes |= {name + A: (rank, num_in), name + B: (num_out, rank)}
+    return shapes
+
+
+def explain_difference(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
+    """Return how the tensors of an adapter differ from the wanted ones; empty if they are the same."""
+    if missing := wanted.keys() - found.keys():
+        return f"lacks {_name_some(missing)}"
+    if more := found.keys() - wanted.keys():
+        return f"has {_name_some(more)}, which the trial would not train"
+    for name in sorted(wanted):
+        if tuple(found[name]) != tuple(wanted[name]):
+            return f"has {name} of shape {list(found[name])}, not {list(wanted[name])}"
+    return ""
+
+
+def _name_some(names: Collection[str]) -> str:
+    shown, more = sorted(names)[:_MOST_NAMED], len(names) - _MOST_NAMED
+    return f"{', '.join(shown)}{f' and {more} more tensors' if more > 0 else ''}"

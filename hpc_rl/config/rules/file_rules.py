@@ -20,6 +20,7 @@ from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.config.rules.weight_rules import find_weights_problem
 from hpc_rl.config.snapshot import list_snapshot_files
+from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file, mount_of, wait_for_path
 from hpc_rl.core.refusal import Kind, Refusal, make_note
@@ -81,6 +82,9 @@ def check_checkpoint(
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
         why = "is not a directory: it must be a Hugging Face checkpoint that all nodes see"
         yield refuse(why=why, use=hint.rstrip("; "))
+    elif _load_settings(folder) is None and is_adapter(path):
+        use = "merge it with `hpc-rl checkpoint export --merge`; lora_path of a trained model continues it"
+        yield refuse(why="has an adapter instead of a whole model", use=use)
     elif _load_settings(folder) is None:
         yield refuse(why="has no readable config.json: it must be a Hugging Face checkpoint")
     elif needs_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):

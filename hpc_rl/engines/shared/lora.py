@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -26,7 +26,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.shared.expert_files import Shapes
 from hpc_rl.engines.shared.pieces import Piece
 
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B = adapters.A, adapters.B
 HEAD = f"{adapters.HEAD}.weight"
 _EXPERTS, _ROUTER = ".experts.", ".gate"
 
@@ -65,12 +65,10 @@ def find_targets(hf: Any, wanted: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 def list_shapes(targets: Mapping[str, tuple[int, int]], rank: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of A and B of each layer, by name."""
-    shapes: dict[str, tuple[int, ...]] = {}
     for name, (num_out, num_in) in targets.items():
         if rank > min(num_out, num_in):
             raise ConfigError(f"lora_rank {rank} exceeds the sizes of {name}: [{num_out}, {num_in}]")
-        shapes |= {name + A: (rank, num_in), name + B: (num_out, rank)}
-    return shapes
+    return adapters.list_factor_shapes(targets, rank)
 
 
 # -- in a model of transformers
@@ -152,21 +150,18 @@ def draw(pieces: Iterable[Piece], seed: int) -> None:
 
 def load(folder: Path, pieces: Iterable[Piece], shapes: Shapes) -> None:
     """Load a rank's pieces from an adapter's files. Raises ConfigError, OSError."""
-    path = folder / adapters.WEIGHTS_NAME
-    with safe_open(path, framework="pt") as opened:
-        found = {
-            name.removeprefix(adapters.PREFIX): tuple(opened.get_slice(name).get_shape())
-            for name in opened.keys()  # noqa: SIM118
-        }
-        for name in sorted(found.keys() | shapes.keys()):
-            if found.get(name) != shapes.get(name):
-                raise ConfigError(
-                    f"{path} is of another adapter: {name} has shape {found.get(name)}, "
-                    f"expected {shapes.get(name)}. Check target_modules, lora_rank and path."
-                )
-        for piece in pieces:
-            tensor = opened.get_tensor(adapters.PREFIX + piece.name)
-            piece.local.detach().copy_(tensor[piece.slices()])
+    if problem := adapters.explain_difference(adapters.load_tensor_shapes(folder), shapes):
+        raise ConfigError(
+            f"the adapter {folder} {problem}. It must have the trial's base (path), lora_rank and "
+            "target_modules."
+        )
+    try:
+        with safe_open(folder / adapters.WEIGHTS_NAME, framework="pt") as opened:
+            for piece in pieces:
+                tensor = opened.get_tensor(adapters.PREFIX + piece.name)
+                piece.local.detach().copy_(tensor[piece.slices()])
+    except SafetensorError as error:
+        raise ConfigError(f"the adapter {folder} can't be read: {error}. Copy it again.") from error
 
 
 def gather(pieces: Iterable[Piece], shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:

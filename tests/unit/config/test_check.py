@@ -583,6 +583,11 @@ def test_a_model_and_dataset_that_are_there(model):
             "is not a directory: it must be a Hugging Face checkpoint",
         ),
         (lambda m: (m / "config.json").unlink(), [], "has no readable config.json"),
+        (
+            lambda m: (m / "config.json").rename(m / "adapter_config.json"),
+            [],
+            "has an adapter instead of a whole model",
+        ),
         (lambda m: (m / "model.safetensors").unlink(), [], "contains no weights"),
         (lambda m: (m / "model.safetensors").write_bytes(b""), [], "model.safetensors is damaged or cut off"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),

@@ -1,12 +1,14 @@
 """The rules about adapters, and the configuration that the trainer gets."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import find_loaded_reference
+from hpc_rl.config.rules import lora_rules
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.adapters import AdapterSettings
 from hpc_rl.core.errors import ConfigError
@@ -18,8 +20,46 @@ BASE = [
 
 
 def write_model(folder: Path, kind: str = "qwen3") -> Path:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    return folder
+
+
+def write_tensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    """Write a file of float32 tensors of zeros."""
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+
+LAYERS = {"q_proj": [8, 4], "v_proj": [2, 4]}
+HEAD = "base_model.model.score.weight"
+
+
+def write_base(folder: Path, kind: str = "qwen3", prefix: str = "model.") -> Path:
+    """Write a model with one layer of attention, whose smallest width is 2."""
+    shapes = {f"{prefix}layers.0.self_attn.{name}.weight": shape for name, shape in LAYERS.items()}
+    write_model(folder, kind)
+    write_tensors(folder / "model.safetensors", {**shapes, f"{prefix}embed_tokens.weight": [9, 4]})
+    return folder
+
+
+def write_adapter(folder: Path, base: str, rank: int = 2, changes: dict | None = None) -> Path:
+    """Write an adapter of `write_base` with other shapes of some tensors; None leaves one out."""
+    shapes: dict[str, list[int] | None] = {}
+    for name, (num_out, num_in) in LAYERS.items():
+        layer = f"base_model.model.model.layers.0.self_attn.{name}"
+        shapes |= {f"{layer}.lora_A.weight": [rank, num_in], f"{layer}.lora_B.weight": [num_out, rank]}
+    shapes |= {
+        f"base_model.model.{name}" if name != HEAD else name: one for name, one in (changes or {}).items()
+    }
+    folder.mkdir()
+    write_tensors(folder / "adapter_model.safetensors", {n: one for n, one in shapes.items() if one})
+    AdapterSettings(rank, 16, ("q_proj", "v_proj"), base).write(folder)
     return folder
 
 
@@ -62,10 +102,7 @@ def test_what_can_not_be_is_refused(tmp_path, options, kind, option, words):
 
 
 def test_an_adapter_to_start_from_must_have_the_trials_rank(tmp_path):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_model.safetensors").write_bytes(b"")
-    AdapterSettings(8, 16, ("q_proj",), "/base").write(adapter)
+    adapter = write_adapter(tmp_path / "adapter", "/base", rank=8)
     found = list_refusals(tmp_path, f"actor.lora_path={adapter}", "actor.lora_rank=4")
     assert "must be 8" in found["actor.lora_rank"] and "actor.lora_alpha" not in found
     content = json.loads((adapter / "adapter_config.json").read_text())
@@ -73,6 +110,98 @@ def test_an_adapter_to_start_from_must_have_the_trials_rank(tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     assert "use_dora: True" in list_refusals(again, f"actor.lora_path={adapter}")["actor.lora_path"]
+
+
+def list_start_problems(tmp_path: Path, *options: str, kind: str = "qwen3", **adapter) -> dict[str, str]:
+    """Return the refusals of the actor's adapter and its options."""
+    model = write_base(tmp_path / "model", kind)
+    if not (tmp_path / "adapter").exists():
+        write_adapter(tmp_path / "adapter", str(model), **adapter)
+    start = [f"actor.lora_path={tmp_path / 'adapter'}", "actor.lora_rank=2", *options]
+    found = list_refusals(tmp_path, *start, kind=kind)
+    return {name: text for name, text in found.items() if name.startswith(("actor.lora", "actor.target"))}
+
+
+Q_A, V_B = "model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.v_proj.lora_B.weight"
+
+
+def test_an_adapter_of_the_trials_layers_is_accepted(tmp_path):
+    assert list_start_problems(tmp_path) == {}
+
+
+def test_a_base_without_the_prefix_of_its_names_is_the_same_base(tmp_path):
+    write_base(tmp_path / "model", prefix="")
+    write_adapter(tmp_path / "adapter", str(tmp_path / "model"))
+    found = list_refusals(tmp_path, f"actor.lora_path={tmp_path / 'adapter'}", "actor.lora_rank=2")
+    assert "actor.lora_path" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({V_B: [3, 2]}, [], f"has {V_B} of shape [3, 2], not [2, 2]"),
+        ({Q_A: None}, [], f"lacks {Q_A}"),
+        ({"model.layers.1.self_attn.q_proj.lora_A.weight": [2, 4]}, [], "which the trial would not train"),
+        ({}, ["actor.target_modules=[q_proj]"], "has model.layers.0.self_attn.v_proj.lora_A.weight"),
+        ({HEAD: [1, 4]}, [], "the head of a reward model or critic, which this model does not have"),
+    ],
+)
+def test_other_layers_and_shapes_are_refused_before_submission(tmp_path, changes, options, words):
+    found = list_start_problems(tmp_path, *options, changes=changes)
+    assert words in found["actor.lora_path"]
+
+
+def test_layers_of_an_unknown_model_are_compared_by_their_names(tmp_path):
+    found = list_start_problems(tmp_path, "actor.target_modules=[q_proj]", kind="novel")
+    assert "has the layers q_proj, v_proj, not q_proj" in found["actor.lora_path"]
+
+
+def test_a_critic_starts_from_an_adapter_with_a_head(tmp_path):
+    write_base(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", str(tmp_path / "model"))
+    critic = [f"critic.path={tmp_path / 'model'}", "critic.use_lora=true", "critic.lora_rank=2"]
+    given = [*critic, f"critic.lora_path={tmp_path / 'adapter'}", "actor.algorithm=ppo"]
+    assert "lacks score.weight, the head" in list_refusals(tmp_path, *given)["critic.lora_path"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(-1, "is cut off: it has"), (9, "its 9 bytes are less than")]
+)
+def test_a_truncated_adapter_is_refused(tmp_path, num_bytes, words):
+    file = write_adapter(tmp_path / "adapter", "/base") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    assert words in list_start_problems(tmp_path)["actor.lora_path"]
+
+
+def test_modules_that_are_saved_whole_are_refused(tmp_path):
+    config = write_adapter(tmp_path / "adapter", "/base") / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["lm_head"]}))
+    assert "modules_to_save: ['lm_head']" in list_start_problems(tmp_path)["actor.lora_path"]
+
+
+def test_a_rank_above_the_smallest_width_is_refused(tmp_path):
+    write_base(tmp_path / "model")
+    found = list_refusals(tmp_path, "actor.lora_rank=3")["actor.lora_rank"]
+    assert "v_proj is [2, 4]" in found and "use at most 2" in found
+    fits = list_refusals(tmp_path, "actor.lora_rank=3", "actor.target_modules=[q_proj]")
+    assert "actor.lora_rank" not in fits
+
+
+@pytest.mark.parametrize(
+    ("base", "is_other"),
+    [("model", False), ("copy", False), ("Org/model", False), ("/a/models--Org--model/snapshots/1", False),
+     ("other", True), ("Org/Another-7B", True), ("", False)],
+)  # fmt: skip
+def test_an_adapter_of_another_base_is_noted(tmp_path, base, is_other):
+    for name in ("model", "copy", "other"):
+        write_base(tmp_path / name)
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 9}')
+    named = str(tmp_path / base) if base in ("model", "copy", "other") else base
+    write_adapter(tmp_path / "adapter", named)
+    given = [*BASE, f"actor.path={tmp_path / 'model'}", "train_dataset.path=/d.jsonl"]
+    config = load([], [*given, f"actor.lora_path={tmp_path / 'adapter'}"], profiles=[]).config
+    notes = [str(one) for one in lora_rules.list_file_notes(config)]
+    assert len(notes) == is_other and all(f"with the base {named}" in one for one in notes)
 
 
 @pytest.mark.parametrize(

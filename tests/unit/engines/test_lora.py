@@ -1,6 +1,7 @@
 """LoRA: the values of adapters, their files, and the FSDP engine on one rank, against plain peft and torch."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -96,12 +97,24 @@ def test_a_state_continues_and_another_rank_is_refused(model, tmp_path):
             "target_modules query: .* it has down_proj",
         ),
         ({"lora_rank": 33, "lora_path": ""}, r"lora_rank 33 exceeds the sizes of model.layers.0"),
-        ({"target_modules": ["q_proj"]}, "is of another adapter: .*down_proj.*expected None"),
+        ({"target_modules": ["q_proj"]}, "has .*down_proj.lora_A.weight, .* and 45 more tensors, which"),
     ],
 )
 def test_what_can_not_be_is_refused(model, options, words):
     with pytest.raises(ConfigError, match=words):
         make_engine(model, **options)
+
+
+def test_a_truncated_adapter_is_a_mistake_in_the_configuration(model, tmp_path):
+    """It is not retried."""
+    shutil.copytree(model / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is cut off: it has"):
+        make_engine(model, lora_path=str(tmp_path / "adapter"))
+    file.write_bytes(b"xx")
+    with pytest.raises(ConfigError, match="is damaged or cut off"):
+        make_engine(model, lora_path=str(tmp_path / "adapter"))
 
 
 def test_experts_can_not_have_adapters():
