@@ -9,6 +9,7 @@ import csv
 import functools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo": ("vllm:d4+fsdp:d4", {"sglang.enable_multimodal": True}),
 }
 CODE = "AReaL's examples with this option run agents whose code hpc-rl does not have"
-FP8 = "FP8 is not used for training"
+FP8 = "FP8 training needs kernels that hpc-rl does not have"
 # Configuration -> options of the refusals, and words of the first
 REFUSED: dict[str, tuple[list[str], str]] = {
     "agent_workflow": (["workflow, eval_workflow"], CODE),
@@ -206,6 +207,45 @@ def test_a_configuration_is_refused_for_what_is_missing(name, tmp_path):
         make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     assert [one.option for one in caught.value.refusals] == options
     assert words in str(caught.value)
+
+
+# What hpc-rl lacks for a refused configuration -> the changes and arguments without it
+AGENT = ({"gconfig.max_new_tokens": 1024}, ["rollout.workflow=my:Agent"])
+WITHOUT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "the code of AReaL's agent": AGENT,
+    "the code of AReaL's agent, and commands in each process": (
+        AGENT[0] | {"actor.scheduling_spec.[].additional_bash_cmds": None},
+        AGENT[1],
+    ),
+    "AReaL's inference service": ({}, []),  # the file has no model to train
+    "FP8 kernels in Megatron": (
+        {"actor.megatron.fp8_config": None, "actor.megatron.ddp.fp8_param_gather": False},
+        [],
+    ),
+    "FP8 kernels in Archon": ({"actor.archon.fp8_config": None}, []),
+    "a second GPU": ({"cluster.n_gpus_per_node": 2}, []),
+}
+LACKS = {name: "the code of AReaL's agent" for name, (_, words) in REFUSED.items() if words == CODE} | {
+    "tau2_30b_moe_airline": "the code of AReaL's agent, and commands in each process",
+    "experimental/inference_service/tau2_rollout": "AReaL's inference service",
+    "math/gsm8k_grpo_megatron_fp8": "FP8 kernels in Megatron",
+    "math/gsm8k_sft_archon_fp8": "FP8 kernels in Archon",
+    "scaffolding/gsm8k_rlvr_scaffolding": "a second GPU",
+    "scaffolding/search_scaffolding": "a second GPU",
+}
+
+
+def test_only_services_and_runtimes_that_are_missing_are_refused():
+    assert LACKS.keys() == REFUSED.keys() and {*LACKS.values()} == WITHOUT.keys()
+    assert Counter(LACKS.values()).most_common(1) == [("the code of AReaL's agent", 7)]
+    assert (len(LOADS), len(REFUSED)) == (14, 13)
+
+
+@pytest.mark.parametrize("name", [name for name in LACKS if LACKS[name] != "AReaL's inference service"])
+def test_a_refused_configuration_loads_without_what_is_missing(name, tmp_path):
+    changes, arguments = WITHOUT[LACKS[name]]
+    loaded = load_checked(write_recent(tmp_path, name, changes), *arguments)
+    make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, words) in REFUSED.items() if words == CODE])
