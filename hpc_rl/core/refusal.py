@@ -81,8 +81,10 @@ class Refusal:
         name = f"WARNING: {name}" if self.is_warning else name
         subject = name if self.value is UNSET else f"{name} {self.value}"
         joint = " " if subject and not self.why.startswith((":", ",")) else ""
-        end = "" if f"{self.why}{self.use}".endswith((".", "?")) else "."
-        text = f"{subject}{joint}{self.why}{f'; {self.use}' if self.use else ''}{end}"
+        # a text of an error, which `why` may quote, is a sentence
+        problem = self.why.removesuffix(".") if self.use else self.why
+        end = "" if f"{problem}{self.use}".endswith((".", "?")) else "."
+        text = f"{subject}{joint}{problem}{f'; {self.use}' if self.use else ''}{end}"
         return f"{text} ({', '.join(self.places)})" if self.places else text
 
 

@@ -17,6 +17,7 @@ from hpc_rl.config.pool_view import (
 )
 from hpc_rl.config.row_shapes import list_columns, load_named_rows
 from hpc_rl.config.rules.consistency import list_given
+from hpc_rl.config.rules.vocabulary_rules import load_vocabulary_size
 from hpc_rl.config.text_templates import list_names
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.refusal import Kind, Refusal
@@ -204,4 +205,16 @@ def _load_token_ids(path: Path, changed_ns: int, size: int) -> dict[str, int]:
     return {**vocabulary, **{one["content"]: one["id"] for one in content.get("added_tokens") or ()}}
 
 
-FILE_RULES = [check_demonstrations, check_tokenizers]
+def check_vocabulary(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse more likely tokens than the model has tokens."""
+    section = config.distillation if isinstance(config, GRPOConfig) else None
+    if section is None or not isinstance(config, GRPOConfig):
+        return
+    size = load_vocabulary_size(Path(config.actor.path))
+    if size is not None and section.top_k > size:
+        why, use = f"is more than the {size} tokens of {config.actor.path}", f"use at most {size}"
+        option, related = f"{SECTION}.top_k", ("actor.path",)
+        yield Refusal(option=option, value=section.top_k, kind=Kind.FILE, why=why, use=use, related=related)
+
+
+FILE_RULES = [check_demonstrations, check_tokenizers, check_vocabulary]

@@ -36,7 +36,7 @@ def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[Re
         return
     vocabulary = _load_vocabulary(own)
     for name, folder in others:
-        size, actor_size = _load_size(folder), _load_size(Path(engine.path))
+        size, actor_size = load_vocabulary_size(folder), load_vocabulary_size(Path(engine.path))
         refuse = partial(Refusal, option=f"{name}.path", value=folder, kind=Kind.FILE)
         trained, came = f"{section}.path", f"has a vocabulary of {size} tokens (vocab_size)"
         if size is not None and vocabulary and (last := max(vocabulary.values())) >= size:
@@ -75,7 +75,8 @@ def _load_vocabulary(folder: Path) -> dict[str, int]:
     return table if isinstance(table, dict) and all(isinstance(one, int) for one in table.values()) else {}
 
 
-def _load_size(folder: Path) -> int | None:
+def load_vocabulary_size(folder: Path) -> int | None:
+    """Return the number of tokens of a model; None if its config.json does not have it."""
     found = load_json(folder / "config.json")
     size = found.get("vocab_size") if isinstance(found, dict) else None
     return size if isinstance(size, int) else None

@@ -81,6 +81,14 @@ def test_submission_refuses(place, algorithm, more, option, kind, words):
     assert found and found[0].kind is kind and words in str(found[0]), str(caught.value)
 
 
+def test_more_likely_tokens_than_the_vocabulary_has_are_refused(place):
+    path = place / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 20}))
+    load_checked(place, ROWS, *given(place, "distillation.top_k=20"))
+    with pytest.raises(ConfigError, match=r"top_k 21 is more than the 20 tokens of .*; use at most 20"):
+        load_checked(place, ROWS, *given(place, "distillation.top_k=21"))
+
+
 def test_a_teacher_with_other_tokens_is_refused(place):
     """One more token, or the same tokens with other ids."""
     for alphabet, words in (("0123456789+=;?", "'\\?' \\(id 16\\)"), ("+=;0123456789", r"'\+' \(id 3\)")):

@@ -75,3 +75,9 @@ def test_an_error_carries_refusals_in_order_and_survives_pickling():
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is DoesNotFit and str(again) == str(error) and again.refusals == error.refusals
     assert isinstance(error, ConfigError) and ConfigError("text").refusals == ()
+
+
+def test_a_quoted_sentence_ends_once():
+    bad = Refusal(option="a.b", kind=Kind.FILE, why=": row 1: it is no number.", use="use another column")
+    assert str(bad) == "a.b: row 1: it is no number; use another column."
+    assert str(Refusal(option="a.b", kind=Kind.FILE, why=": it is no number.")) == "a.b: it is no number."
