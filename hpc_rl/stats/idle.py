@@ -1,4 +1,4 @@
-"""Counts the steps in which a trial learned nothing, from their metrics, during training and afterwards."""
+"""Counts the steps in which a trial learned nothing, and skipped updates, during training and afterwards."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -82,3 +82,29 @@ def count_idle(rows: Iterable[Mapping[str, Any]]) -> IdleSteps:
     for row in rows:
         counted.add(row["step"], row)
     return counted
+
+
+SKIPPED = "updates_skipped"  # metric: updates of a step that were not made, because of values not finite
+
+
+@dataclass(frozen=True)
+class SkippedUpdates:
+    """The optimizer updates that a trial skipped because the loss or its gradient was not finite."""
+
+    num_updates: int = 0
+    num_steps: int = 0  # with one or more of them
+    last_step: int | None = None
+
+    @property
+    def text(self) -> str:
+        """A sentence for users."""
+        updates = "1 update was" if self.num_updates == 1 else f"{self.num_updates} updates were"
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        why = "the loss or its gradient was not finite"
+        return f"{updates} skipped in {steps}, the last one step {self.last_step}: {why}"
+
+
+def count_skipped(rows: Iterable[Mapping[str, Any]]) -> SkippedUpdates:
+    """Count the skipped updates in the rows of metrics of a trial."""
+    found = {row["step"]: int(count) for row in rows if (count := row.get(SKIPPED))}
+    return SkippedUpdates(sum(found.values()), len(found), max(found, default=None))

@@ -101,6 +101,7 @@ OF_UPDATE = {  # metrics of the update; other metrics of a step with a reward be
     "behave_dropped", "behave_approx_kl", "mismatch_log_w_mean", "mismatch_log_w_max",
     "mismatch_log_w_fresh", "mismatch_kl", "mismatch_ess", "mismatch_excluded", "loglinear_error", "kl_loss",
     "kl_rewards", "publish_servers", "lineage", "total_steps", "save_failed", "callback_errors",
+    "updates_skipped",
 }  # fmt: skip
 
 

@@ -291,6 +291,8 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             lines.append(format_row("", f"{what}; raise it, or lower actor.reward_scaling"))
         if status.learns_nothing:
             lines.append(format_row("learning", f"NOTHING IS LEARNED: {status.idle.text}"))
+        if status.skipped.num_updates:
+            lines.append(format_row("updates", status.skipped.text))
         if text := describe_steps(newest):
             lines.append(format_row("seconds", f"{text}  (newest {format_count(len(newest), 'step')})"))
     measures = list(status.history.evaluated.items())

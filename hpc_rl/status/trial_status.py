@@ -17,7 +17,7 @@ from hpc_rl.core.trial import SCORES, AttemptId, Trial, load_json, load_object
 from hpc_rl.name_resolve import load_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.stats.idle import IdleSteps, count_idle
+from hpc_rl.stats.idle import IdleSteps, SkippedUpdates, count_idle, count_skipped
 from hpc_rl.stats.read import History, MetricsReader, load_known_lineages
 from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, list_roles, list_silences
 from hpc_rl.status.formatting import format_duration, format_number, format_rate, format_time
@@ -105,6 +105,11 @@ class TrialStatus:
         return self.idle.is_notable(self.over)
 
     @property
+    def skipped(self) -> SkippedUpdates:
+        """The optimizer updates that were not finite."""
+        return count_skipped(self.history.steps)
+
+    @property
     def rejected(self) -> dict[str, int]:
         """How many prompts were rejected, by reason, the most frequent first."""
         counts = self.last_rollout.rejected if self.last_rollout else {}
@@ -181,6 +186,7 @@ class TrialStatus:
             "rejected_prompts": {"total": sum(self.rejected.values()), "reasons": self.rejected},
             "held_out_rows": {"scored": scored, "left_out": left_out},
             "idle_steps": asdict(self.idle) | {"notable": self.learns_nothing},
+            "skipped_updates": asdict(self.skipped),
         }
 
 

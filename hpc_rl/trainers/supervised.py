@@ -19,7 +19,9 @@ from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_data_ranks
 from hpc_rl.engines.shared.packing import balance
+from hpc_rl.stats.idle import SKIPPED
 from hpc_rl.trainers.run import Run
+from hpc_rl.trainers.update_watch import UpdateWatch
 
 Row = tuple[np.ndarray, ...]
 NEARLY_GREEDY = 1e-6  # temperature at which the most probable token has probability 1
@@ -49,6 +51,7 @@ class SupervisedRecipe:
         self.held_out = held_out
         self.config = run.config
         self.total_steps = count_steps(run.config, len(rows))
+        self._watch = UpdateWatch(run, run.config.model, self.total_steps)
 
     def batch(self, step: int) -> list[Row]:
         dataset, seed = self.config.train_dataset, self.config.seed
@@ -56,6 +59,7 @@ class SupervisedRecipe:
         return [self.rows[locate(i, seed, len(self.rows), dataset.shuffle)[1]] for i in indexes]
 
     def update(self, step: int, batch: list[Row]) -> None:
+        """Train on a batch. Raises DataUnusable as UpdateWatch does."""
         stats = self.run.stats
         weight = float(max(1, self.task.weight(batch)))
         sums = self.run.engine.train_batch(self._share(batch), self.task.loss, weight, temperature=1.0)
@@ -64,6 +68,9 @@ class SupervisedRecipe:
             stats.value(name, sums[total] / len(batch))
         for name in ("loss", "grad_norm", "lr", "update_successful"):
             stats.value(name, sums[name])
+        if not sums["update_successful"]:
+            stats.add(SKIPPED, 1)
+        self._watch.see(step, 1, int(sums["update_successful"]))
 
     def publish(self, step: int) -> None:
         """Do nothing: no server generates with these weights."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.stats.idle import IdleReason, count_idle
+from hpc_rl.stats.idle import IdleReason, count_idle, count_skipped
 
 LEARNS = {"grad_norm": 0.5, "zero_advantage_groups": 0.5, "reward": 0.25, "reward_std": 0.5}
 
@@ -41,3 +41,10 @@ def test_a_few_steps_are_told_only_where_nothing_follows():
     assert few.is_notable(is_over=True) and not few.is_notable(is_over=False)
     assert many.is_notable(is_over=False)
     assert not count_idle(rows(idle, {})).is_notable(is_over=True)
+
+
+def test_skipped_updates_are_counted_with_their_steps():
+    found = count_skipped(rows({"updates_skipped": 2.0}, {}, {"updates_skipped": 1.0}, {}))
+    assert (found.num_updates, found.num_steps, found.last_step) == (3, 2, 3)
+    assert found.text.startswith("3 updates were skipped in 2 steps, the last one step 3")
+    assert not count_skipped(rows({}, {})).num_updates

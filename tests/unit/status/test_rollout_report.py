@@ -252,6 +252,16 @@ def test_a_trial_that_is_done_tells_what_was_rejected_and_left_out(fake_trial):
     assert told["held_out_rows"] == {"scored": 84, "left_out": 16}
 
 
+def test_skipped_updates_are_told(fake_trial):
+    for step in range(1, 4):
+        row = {"step": step, "time": T0 + step, "reward": 0.5, "reward_std": 0.1, "grad_norm": 1.0}
+        fake_trial.row("7.0", row | ({"updates_skipped": 2.0} if step == 2 else {}))
+    status = load_status(fake_trial.trial)
+    assert status.to_json()["skipped_updates"] == {"num_updates": 2, "num_steps": 1, "last_step": 2}
+    said = "\n".join(describe_status(status))
+    assert "2 updates were skipped in 1 step, the last one step 2: the loss or its gradient" in said
+
+
 def test_steps_that_teach_nothing_and_clipped_rewards_are_told(fake_trial):
     for step in range(1, 13):
         idle = {"grad_norm": 0.0, "zero_advantage_groups": 1.0, "reward": 45.0, "reward_std": 4.0}

@@ -11,6 +11,7 @@ from recipes import make_run
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import RWConfig, SFTConfig
 from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.errors import DataUnusable
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.shared.logprobs import token_logprobs
@@ -65,6 +66,21 @@ def test_sft_trains_on_completion_tokens(tmp_path):
     ((rows, weight, temperature),) = recipe.run.engine.updates
     assert len(rows) == 3 and weight == 6.0 and temperature == 1.0
     assert recipe.run.stats.take()["loss"] == pytest.approx(1.0)
+
+
+def test_sft_whose_updates_were_never_finite_is_not_done(tmp_path, monkeypatch):
+    recipe = sft_recipe(tmp_path)
+    engine = recipe.run.engine
+    train_batch = engine.train_batch
+    monkeypatch.setattr(
+        engine, "train_batch", lambda *given, **more: train_batch(*given, **more) | {"update_successful": 0.0}
+    )
+    monkeypatch.setattr(engine, "counters", lambda: {"adam_steps": 0})
+    for step in range(1, recipe.total_steps):
+        recipe.update(step, recipe.batch(step))
+    assert recipe.run.stats.take()["updates_skipped"] == recipe.total_steps - 1
+    with pytest.raises(DataUnusable, match="none of the 4 steps made an optimizer update"):
+        recipe.update(recipe.total_steps, recipe.batch(recipe.total_steps))
 
 
 def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
