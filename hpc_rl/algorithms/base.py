@@ -3,8 +3,10 @@
 Suffixes of names: B trajectories, T tokens (of a row, or of a packed micro-batch), P pairs, G groups.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -54,6 +56,18 @@ class RewardBatch(NamedTuple):
     values_BT: torch.Tensor | None = None  # float32, estimates of a critic: of the return from this token on
     logprobs_BT: torch.Tensor | None = None  # float32, of the policy at the start of the step
     teacher_BT: torch.Tensor | None = None  # float32, log-probabilities of a teacher
+    set_B: torch.Tensor | None = None  # int64, number of each row's data set, if these have own algorithms
+
+    def select(self, rows_N: torch.Tensor) -> RewardBatch:
+        """Return the batch of some rows, by their numbers."""
+        changes: dict[str, Any] = {
+            name: value[rows_N] for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
+        }
+        return self._replace(**changes)
+
+    def list_inputs(self) -> list[torch.Tensor | None]:
+        """Return the tensors from which credit is computed."""
+        return [self.rewards_B, self.token_rewards_BT, self.values_BT, self.teacher_BT]
 
 
 class TokenBatch(NamedTuple):
@@ -71,6 +85,7 @@ class TokenBatch(NamedTuple):
     # of the teacher's K likely tokens (-inf: none), the log-probabilities of teacher and current policy
     teacher_top_TK: torch.Tensor | None = None
     policy_top_TK: torch.Tensor | None = None
+    set_T: torch.Tensor | None = None  # int64, number of the data set, if these have own algorithms
 
     def mask_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values at the trained tokens, 0 elsewhere."""

@@ -73,6 +73,12 @@ ALGORITHMS: dict[str, AlgorithmRow] = {
 }
 # Algorithms whose credit is an advantage over the values of a critic, if there is one.
 TAKE_CRITIC = ("ppo", "gspo", "gspo_token", "cispo", "sapo", "m2po")
+# Options of section `actor` that may have another value for one data set.
+OF_SETS = (
+    *("discount", "gae_lambda", "length_penalty", "dynamic_sampling"),
+    *("eps_clip", "eps_clip_higher", "c_clip", *_TAUS),
+)
+NOT_OF_SETS = ("areal", "m2po", "ppo")  # algorithms that need the whole batch, or a critic
 # Option of AReaL, the value that selects an algorithm (None: any but null), the algorithms that it allows.
 SELECTED_BY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("importance_sampling_level", "sequence", ("gspo", "gspo_token")),

@@ -3,7 +3,7 @@
 Reads the configuration as JSON from standard input. It prints each attempt (trials/user_code.py has the kinds
 of lines) and each finding at once, as lines of JSON to standard output, because user code may end the process
 or never return. The stack follows. It imports the same modules as the job, calls each reward once, with the
-first row, and each method of a callback once, with an example.
+first row, each function of the algorithm with made-up rows, and each method of a callback with an example.
 """
 
 import asyncio
@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.algorithm_defaults import list_algorithms
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import ABSENT, Config, GRPOConfig, get_value, list_datasets
 from hpc_rl.config.row_shapes import load_named_rows
 from hpc_rl.core.callbacks import POINTS, Event
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import call_function, is_batched, parse_scores
@@ -32,7 +33,6 @@ from hpc_rl.rollout.workflow import make_reward_arguments
 from hpc_rl.rollout.workflows import load_workflow
 from hpc_rl.trainers.callbacks import create_callback
 from hpc_rl.trials.user_code import (
-    ALGORITHM,
     CALLBACKS,
     CALLS,
     DONE,
@@ -111,8 +111,9 @@ def _check_completions_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
             yield refuse(why=f"must accept the call run(prompt, generate): {error}")
         except Exception as error:  # raised by the user's class
             yield refuse(why=f"can't be created, because it raises {_describe_error(error)}")
-    if ":" in config.actor.algorithm:
-        yield from _check_algorithm(config)
+    for option, one in list_algorithms(config):
+        if ":" in one.actor.algorithm:
+            yield from _check_algorithm(one, option)
     read = {
         name: load_named_rows(dataset.path, dataset.columns)
         for name, dataset in list_datasets(config)
@@ -124,21 +125,29 @@ def _check_completions_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
             yield from _check_reward(path, first)
 
 
-def _check_algorithm(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
-    """Yield the problems of an algorithm and its options."""
-    yield Attempt(IMPORTS, ALGORITHM, config.actor.algorithm)
-    from hpc_rl.trainers.algorithm_options import load_algorithm  # imports torch
+def _check_algorithm(config: GRPOConfig, option: str) -> Iterator[Attempt | Refusal]:
+    """Yield the problems of an algorithm and its options, and call its functions once."""
+    name = config.actor.algorithm
+    yield Attempt(IMPORTS, option, name)
+    from hpc_rl.trainers.algorithm_checks import try_algorithm  # imports torch
+    from hpc_rl.trainers.algorithm_options import load_algorithm
 
     try:
-        algorithm, _ = load_algorithm(config)
+        algorithm, options = load_algorithm(config, option)
     except ConfigError as error:
         yield from error.refusals
         return
     for section in sorted(algorithm.needs):
         if get_value(config, section) in (ABSENT, None):
             why = f"needs a section {section}"
-            value = config.actor.algorithm
-            yield Refusal(option=ALGORITHM, value=value, kind=Kind.MISSING, why=why, related=(section,))
+            yield Refusal(option=option, value=name, kind=Kind.MISSING, why=why, related=(section,))
+    try:
+        try_algorithm(algorithm, options, name, option)
+    except ConfigError as error:
+        yield from error.refusals
+    except Exception as error:  # raised by the user's functions
+        why = f"raises {_describe_error(error)} for made-up rows: the job may fail there"
+        yield make_note(option, why, Kind.FILE, value=name, is_warning=True)
 
 
 def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attempt | Refusal]:

@@ -8,6 +8,7 @@ from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Options
 from hpc_rl.algorithms.correction import Correction
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.config.load.fields import list_hints
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.core.algorithms import ALGORITHMS
@@ -15,24 +16,28 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout.rewards import import_object
 
-OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
+OPTION = "actor.algorithm"
 
 
-def load_algorithm(config: GRPOConfig) -> tuple[Algorithm, Options]:
-    """Return the algorithm, built-in or the user's, and its options. Raises ConfigError."""
+def load_algorithm(config: GRPOConfig, option: str = OPTION) -> tuple[Algorithm, Options]:
+    """Return the algorithm of section `actor`, built-in or the user's, and its options.
+
+    `option` names it in the configuration as given. Raises ConfigError.
+    """
     name = config.actor.algorithm
     row = ALGORITHMS.get(name)
-    algorithm = import_object(OPTION, row.path if row else name)
+    algorithm = import_object(option, row.path if row else name)
     if not isinstance(algorithm, Algorithm):
         why = f"must name an Algorithm of hpc_rl.algorithms.algorithm, not {type(algorithm).__name__}"
-        raise ConfigError(Refusal(option=OPTION, value=repr(name), kind=Kind.FILE, why=why))
-    return algorithm, make_options(algorithm, config)
+        raise ConfigError(Refusal(option=option, value=repr(name), kind=Kind.FILE, why=why))
+    return algorithm, make_options(algorithm, config, option)
 
 
-def make_options(algorithm: Algorithm, config: GRPOConfig) -> Options:
+def make_options(algorithm: Algorithm, config: GRPOConfig, option: str = OPTION) -> Options:
     """Return the options of an algorithm: those of section `actor`, and others of `actor.algorithm_args`.
 
-    Raises ConfigError for an argument that the algorithm does not have, or for one that it lacks.
+    Raises ConfigError for an argument that the algorithm does not have, for one that it lacks, and for a
+    value of another type than the field's.
     """
     actor, args = config.actor, config.actor.algorithm_args
     names = [field.name for field in fields(algorithm.options)]
@@ -48,13 +53,56 @@ def make_options(algorithm: Algorithm, config: GRPOConfig) -> Options:
         use = (
             f"it has {', '.join(own)}" if own else f"{actor.algorithm} has no options besides section actor's"
         )
-        raise ConfigError(Refusal(option=ARGS, kind=Kind.CONFLICT, why=why, use=use, related=(OPTION,)))
+        raise ConfigError(
+            Refusal(option=f"{option}_args", kind=Kind.CONFLICT, why=why, use=use, related=(option,))
+        )
+    args = _convert_args(algorithm.options, actor, option)
     values: dict[str, Any] = {**in_section, "max_new_tokens": config.gconfig.max_new_tokens, **args}
     try:
         return algorithm.options(**values)
     except (TypeError, ValueError) as error:
         why = f": {actor.algorithm} can't use them: {error}"
-        raise ConfigError(Refusal(option=ARGS, kind=Kind.CONFLICT, why=why, related=(OPTION,))) from error
+        raise ConfigError(
+            Refusal(option=f"{option}_args", kind=Kind.CONFLICT, why=why, related=(option,))
+        ) from error
+
+
+def _convert_args(options: Any, actor: PPOActorConfig, option: str) -> dict[str, Any]:
+    """Return `actor.algorithm_args` in the types of the options. Raises ConfigError for other types."""
+    if not actor.algorithm_args:
+        return {}
+    # jsonargparse takes time, and few algorithms have arguments
+    from hpc_rl.config.load import parser
+    from hpc_rl.config.load.source import add_origin
+
+    made, refusals = dict(actor.algorithm_args), []
+    try:
+        hints = list_hints(options)
+    except NameError as error:
+        why = f": the types of {options.__name__} of {actor.algorithm} can't be resolved: {error}"
+        raise ConfigError(
+            Refusal(option=f"{option}_args", kind=Kind.FILE, why=why, related=(option,))
+        ) from error
+    for name, value in actor.algorithm_args.items():
+        if not parser.can_convert(hints[name]):
+            continue
+        try:
+            made[name] = parser.convert_value(hints[name], add_origin(value, ""))
+        except ValueError as error:
+            use = f"allowed: {parser.describe_allowed(hints[name])}. {error}".strip()
+            refusals.append(
+                Refusal(
+                    option=f"{option}_args.{name}",
+                    value=repr(value),
+                    kind=Kind.VALUE,
+                    why="can't be used",
+                    use=use,
+                    related=(option,),
+                )
+            )
+    if refusals:
+        raise ConfigError(*refusals)
+    return made
 
 
 def make_correction(actor: PPOActorConfig) -> Correction:

@@ -4,7 +4,6 @@ The algorithm defines the computation of a step, and policy_data.py makes the da
 """
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,19 +12,20 @@ from dataclasses import replace
 from functools import partial
 
 from hpc_rl.algorithms.rewards import compute_clipped_share
+from hpc_rl.config.algorithm_defaults import refuse_warmup
 from hpc_rl.config.options.experiment import GRPOConfig, count_steps
-from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.schedule import count_updates_per_step
-from hpc_rl.core.errors import DataUnusable
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.types import Batch, EvalResult, decode
 from hpc_rl.engines.base import Engine, Scorer
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.rollout.batch_prefetch import BatchPrefetch
+from hpc_rl.stats.idle import SKIPPED
 from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.trainers.algorithm_checks import OutputChecks
 from hpc_rl.trainers.algorithm_options import (
     find_entropy_coefficient,
-    load_algorithm,
     make_controller,
     make_correction,
 )
@@ -34,14 +34,15 @@ from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.evaluations import describe_results, make_numbers
 from hpc_rl.trainers.minibatches import Minibatch
 from hpc_rl.trainers.mismatch import PREFIX, summarize_mismatch
+from hpc_rl.trainers.mixed_algorithms import load_mixed
 from hpc_rl.trainers.policy_data import PolicyData
 from hpc_rl.trainers.policy_loss import MEANS_OVER_TOKENS, PolicyLoss
 from hpc_rl.trainers.run import Run
 from hpc_rl.trainers.shared_gpus import SharedGPUs
+from hpc_rl.trainers.update_watch import UpdateWatch
 from hpc_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
-MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; float16 adds the steps that the loss scale may need to shrink
 ROUND_S = 10.0  # must be shorter than the time limit of a collective
 
 
@@ -51,6 +52,7 @@ class GRPO:
     `num_prompts` is the number of prompts in one epoch. `reference` is the frozen model of the KL terms, if
     any. `samples` keeps completions, on rank 0. `critic` is the value model of PPO. `shared_gpus` are the
     GPUs that trainer and servers share, if they do. `prefetch` fetches the next batch early, on rank 0.
+    The constructor raises ConfigError.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class GRPO:
         self.prefetch = prefetch
         self.config = run.config
         self.actor = run.config.actor
-        self.algorithm, self.options = load_algorithm(run.config)
+        self.algorithm, self.options = load_mixed(run.config)
         self.loss = PolicyLoss(
             self.algorithm,
             self.options,
@@ -85,15 +87,20 @@ class GRPO:
             self.actor.kl_loss_estimator,
             find_entropy_coefficient(self.actor),
             self.actor.prox_logp_method,
+            checks=OutputChecks(self.actor.algorithm),
         )
         self.controller = make_controller(self.actor)
         if self.controller is not None and "entropy_coeff" in run.adapted:
             self.loss = replace(self.loss, entropy_coeff=run.adapted["entropy_coeff"])
         self.total_steps = count_steps(run.config, num_prompts)
-        self.data = PolicyData(run, self.algorithm, self.options, self.loss.correction, reference)
+        if refusal := refuse_warmup(run.config, self.total_steps):
+            raise ConfigError(refusal)
+        self.data = PolicyData(
+            run, self.algorithm, self.options, self.loss.correction, reference, self.loss.checks
+        )
         self._frontier: dict[str, int] = {}
         self._describe = BatchMetrics(run.config, run.trial)
-        self._steps_without_update = 0  # in a row
+        self._watch = UpdateWatch(run, self.actor, self.total_steps)
         self._has_published = False
 
     def batch(self, step: int) -> Batch | None:
@@ -130,7 +137,7 @@ class GRPO:
                 return None
 
     def update(self, step: int, batch: Batch) -> None:
-        """Train on a batch. Raises DataUnusable after too many steps in a row without an optimizer update."""
+        """Train on a batch. Raises DataUnusable as UpdateWatch does, and ConfigError as OutputChecks does."""
         self._describe(self.run.stats, step, self.run.lineage, batch.groups)
         scored = self.data.score(batch)
         actor = self.actor
@@ -163,7 +170,7 @@ class GRPO:
         num_successful = 0
         totals: Counter[str] = Counter()
         for number, (minibatch, part) in enumerate(zip(minibatches, mine, strict=True)):
-            sequences = self.data.make_sequences(step, rows, credit, known, part, kept)
+            sequences = self.data.make_sequences(step, scored, credit, known, part, kept)
             # without recomputed log-probabilities, only the first update has the weights of the step's start
             measures = number == 0 or known.recomputed is not None
             loss = partial(self.loss.compute, minibatch.divisors, measures)
@@ -262,7 +269,7 @@ class GRPO:
         return self.critic is not None and step <= self.critic.config.warmup_steps
 
     def _finish_step(self, step: int, num_successful: int, num_tried: int) -> None:
-        """Advance the schedule. Raises DataUnusable after too many steps in a row without an update."""
+        """Advance the schedule. Raises DataUnusable as UpdateWatch does."""
         # the schedule counts the updates of a whole batch, even if dynamic sampling or the mask dropped rows
         missing = count_updates_per_step(self.config) - num_tried
         if missing > 0:
@@ -270,14 +277,7 @@ class GRPO:
         if not num_tried and not self._warms_up(step):
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
-        self._steps_without_update = 0 if num_successful else self._steps_without_update + 1
-        if self._steps_without_update < count_allowed_idle_steps(self.actor):
-            return
-        why = "the loss or its gradient was not finite" if num_tried else "no row was left to train on"
-        raise DataUnusable(
-            f"{self._steps_without_update} steps in a row made no optimizer update, "
-            f"the last one step {step}: {why}"
-        )
+        self._watch.see(step, num_tried, num_successful)
 
     def _adapt_entropy(self, step: int, entropy: float) -> None:
         """Adapt the coefficient of the entropy bonus; it is saved with the state."""
@@ -303,6 +303,8 @@ class GRPO:
         stats.mean("loss", sums["loss"] * minibatch.loss_weight, minibatch.loss_weight)
         stats.mean("grad_norm", sums["grad_norm"], 1)
         stats.mean("update_successful", sums["update_successful"], 1)
+        if not sums["update_successful"]:
+            stats.add(SKIPPED, 1)
         stats.value("lr", sums["lr"])
         stats.add("rows_skipped", minibatch.num_skipped)
         stats.add("behave_dropped", sums.get("behave_dropped", 0.0))
@@ -311,12 +313,3 @@ class GRPO:
 def place_schedule(engine: Engine, step: int, updates_per_step: int) -> None:
     """Move the learning-rate schedule to `step`; the number of updates per step may have changed."""
     engine.pass_updates(step * updates_per_step - engine.counters()["updates"])
-
-
-def count_allowed_idle_steps(actor: PPOActorConfig) -> int:
-    """Return the number of steps in a row without an optimizer update after which the trial ends."""
-    scale = actor.optimizer if actor.dtype == "float16" else None
-    if scale is None:
-        return MAX_STEPS_WITHOUT_UPDATE
-    halvings = math.ceil(math.log2(scale.initial_loss_scale / scale.min_loss_scale))
-    return MAX_STEPS_WITHOUT_UPDATE + halvings + scale.hysteresis

@@ -30,10 +30,13 @@ class ScoredRows:
     given_B: torch.Tensor  # rewards from the reward function or the environment
     rewards_B: torch.Tensor  # with the length penalties
     group_B: torch.Tensor
+    set_B: torch.Tensor  # int64, numbers of their data sets in a mixture
 
     def select(self, kept: list[int]) -> ScoredRows:
         rows = [self.rows[i] for i in kept]
-        return ScoredRows(rows, self.given_B[kept], self.rewards_B[kept], self.group_B[kept])
+        return ScoredRows(
+            rows, self.given_B[kept], self.rewards_B[kept], self.group_B[kept], self.set_B[kept]
+        )
 
 
 @dataclass(frozen=True)

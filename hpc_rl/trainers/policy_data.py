@@ -4,6 +4,8 @@ Every rank computes credit, mini-batches and divisors from the whole batch befor
 ranks, so nothing depends on the number of ranks.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -13,9 +15,12 @@ from hpc_rl.algorithms.correction import Correction, choose_logprobs, compute_ve
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.core.types import Batch, Trajectory
+from hpc_rl.datasets.order import choose_set
 from hpc_rl.engines.base import Scorer, Sequences
 from hpc_rl.engines.shared.packing import balance
+from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.servers.wire import get_logprob_temperature, get_sampling_temperature
+from hpc_rl.trainers.algorithm_checks import OutputChecks
 from hpc_rl.trainers.minibatches import (
     Known,
     Minibatch,
@@ -37,7 +42,8 @@ from hpc_rl.trainers.run import Run
 class PolicyData:
     """Computes the data of a step for the recipe.
 
-    `reference` is the frozen model of the KL terms, if any.
+    `reference` is the frozen model of the KL terms, if any. Methods raise ConfigError if a function of the
+    algorithm returns a value of another shape or type than its own.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class PolicyData:
         options: Options,
         correction: Correction,
         reference: Scorer | None,
+        checks: OutputChecks | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run = run
@@ -56,6 +63,9 @@ class PolicyData:
         self.options = options
         self.correction = correction
         self.reference = reference
+        self.checks = checks or OutputChecks(actor.algorithm)
+        self.shares = run.config.train_dataset.shares
+        self.has_sets = any(one.algorithm for one in run.config.train_dataset.mix.values())
         self.temperature = get_logprob_temperature(get_sampling_temperature(run.config.gconfig))
         section = actor.rollout_correction
         self.is_decoupled = actor.use_decoupled_loss or section is not None
@@ -80,20 +90,27 @@ class PolicyData:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
         sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        set_G = torch.tensor([self._find_set(group.index) for group in batch.groups], dtype=torch.long)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-        scored = ScoredRows(rows, rewards_B, rewards_B, group_B)
+        scored = ScoredRows(rows, rewards_B, rewards_B, group_B, set_G[group_B])
         if not rows:
             return scored
         penalty_B = self.algorithm.penalize_lengths(self.make_rewards(scored), self.options)
+        self.checks.check_tensor("penalize_lengths", penalty_B, [len(rows)], "[B]")
         if self.actor.overlong_reward_penalty or self.actor.length_penalty:
             self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
-        return ScoredRows(rows, rewards_B, rewards_B + penalty_B, group_B)
+        return replace(scored, rewards_B=rewards_B + penalty_B)
+
+    def _find_set(self, index: int) -> int:
+        """Return the number of the data set of a prompt index; environments' groups count to the first."""
+        return choose_set(index, self.shares)[0] if self.has_sets and index < FIRST_OUTSIDE else 0
 
     def select_groups(self, scored: ScoredRows) -> ScoredRows:
         """Return the rows that count in the baselines."""
         if not scored.rows:
             return scored
         kept = self.algorithm.select_groups(self.make_rewards(scored), self.options)
+        self.checks.check_rows("select_groups", kept, len(scored.rows))
         if self.actor.dynamic_sampling:
             num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
             self.run.stats.add("groups_dropped", num_dropped)
@@ -120,6 +137,7 @@ class PolicyData:
             mixed_sizes=self.may_mix_sizes and bool((sizes_G != size).any()),
             token_rewards_BT=self._token_rewards(rows, mask_BT, known),
             values_BT=values_BT,
+            set_B=scored.set_B if self.has_sets else None,
             **(self._teacher_columns(rows, known) if self.has_teacher else {}),
         )
 
@@ -147,12 +165,17 @@ class PolicyData:
         if reference is not None:
             ref_BT = pad_rows([reference[i] for i in range(len(rows))])
         rewards_BT = self.algorithm.compute_kl_rewards(behav_BT, ref_BT, mask_BT, self.options)
+        self.checks.check_tensor(
+            "compute_kl_rewards", rewards_BT, mask_BT.shape, "[B, T]", inputs=[behav_BT, ref_BT]
+        )
         self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
         return rewards_BT
 
     def compute_credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
         """Return the credit of the tokens, float32 [L] per row of the whole batch."""
         credit_BT = self.algorithm.compute_credit(rewards, self.options)
+        shape, inputs = rewards.mask_BT.shape, rewards.list_inputs()
+        self.checks.check_tensor("compute_credit", credit_BT, shape, "[B, T]", inputs=inputs)
         computed = (credit_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows))
         return [choose_credit(row, one) for row, one in zip(rows, computed, strict=True)]
 
@@ -166,7 +189,10 @@ class PolicyData:
         row_N = torch.repeat_interleave(torch.tensor([len(row.ids) for row in rows]))
         kept_N = mask_N & ~self.correction.compute_weights(log_weight_N, mask_N, row_N)[1]
         if self.algorithm.select_tokens is not None:
-            kept_N[mask_N] &= self.algorithm.select_tokens(log_weight_N[mask_N], self.options)
+            log_weight_K = log_weight_N[mask_N]
+            own_K = self.algorithm.select_tokens(log_weight_K, self.options)
+            self.checks.check_tensor("select_tokens", own_K, log_weight_K.shape, "[N]", torch.bool)
+            kept_N[mask_N] &= own_K
         share = float((mask_N & ~kept_N).sum() / mask_N.sum().clamp(min=1))
         self.run.stats.value(f"{PREFIX}excluded", share)
         return split_rows(kept_N, rows)
@@ -184,6 +210,7 @@ class PolicyData:
         `has_entropy`: the loss has an entropy bonus, which rows without credit have, too.
         """
         members = self.algorithm.select_rows(rewards, self.options)
+        self.checks.check_rows("select_rows", members, len(rows))
         if self.actor.mask_no_eos_with_zero:
             self.run.stats.add("rows_masked", len(rows) - len(members))
         masks = [row.loss_mask for row in rows]
@@ -244,12 +271,13 @@ class PolicyData:
     def make_sequences(
         self,
         step: int,
-        rows: list[Trajectory],
+        scored: ScoredRows,
         credit: list[np.ndarray],
         known: Known,
         part: list[int],
         kept: list[np.ndarray] | None,
     ) -> Sequences:
+        rows = scored.rows
         pairs = [self._prox_and_behav(rows, known, i) for i in part]
         columns = {
             "loss_mask": [rows[i].loss_mask for i in part],
@@ -271,12 +299,14 @@ class PolicyData:
             columns["kept_mask"] = [kept[i] for i in part]
             if self.actor.loss_aggregation == "sequence_mean":
                 columns["kept_scale"] = [self._kept_scale(rows[i], kept[i]) for i in part]
-        scored = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
-        if self.has_teacher and len(scored) == len(rows):
-            columns["teacher"] = [scored[i] for i in part]
+        taught = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
+        if self.has_teacher and len(taught) == len(rows):
+            columns["teacher"] = [taught[i] for i in part]
         if self.top_k:
             columns["top_ids"] = [_require(rows[i].teacher_top_ids) for i in part]
             columns["top_teacher"] = [_require(rows[i].teacher_top_logprobs) for i in part]
+        if self.has_sets:
+            columns["data_set"] = [np.full(len(rows[i].ids), scored.set_B[i], np.float32) for i in part]
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [choose_sent(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":

@@ -11,9 +11,11 @@ from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import TokenBatch
 from hpc_rl.algorithms.correction import Correction, interpolate_proximal
 from hpc_rl.engines.base import MicroBatch
+from hpc_rl.trainers import algorithm_checks
+from hpc_rl.trainers.algorithm_checks import OutputChecks
 from hpc_rl.trainers.mismatch import LargestValue, measure_mismatch
 
-COMPONENTS = ("rl", "ce", "ref_kl", "entropy")
+COMPONENTS = (*algorithm_checks.COMPONENTS, "entropy")
 MEANS_OVER_TOKENS = (  # sums over tokens that are reported as means
     "entropy",
     "clip_ratio",
@@ -40,6 +42,7 @@ class PolicyLoss:
     entropy_coeff: float = 0.0
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
     largest_log_w: LargestValue = field(default_factory=LargestValue)
+    checks: OutputChecks = field(default_factory=OutputChecks)
 
     def compute(
         self, divisors: Mapping[str, float], measures: bool, batch: MicroBatch
@@ -47,7 +50,8 @@ class PolicyLoss:
         """Return the sum of the token losses and sums to report.
 
         `divisors` has the divisor of each component, counted over the whole mini-batch. The engine divides
-        the result by the one of `rl`. `measures`: report how much the servers' probabilities differ.
+        the result by the one of `rl`. `measures`: report how much the servers' probabilities differ. Raises
+        ConfigError if the algorithm returns no loss of these tokens.
         """
         columns, mask_T = batch.columns_T, batch.columns_T["loss_mask"]
         current_T = batch.logprobs_T.detach()
@@ -71,8 +75,9 @@ class PolicyLoss:
             teacher_T=columns.get("teacher"),
             teacher_top_TK=columns.get("top_teacher"),
             policy_top_TK=batch.top_logprobs_TK,
+            set_T=columns["data_set"].long() if "data_set" in columns else None,
         )
-        loss = self.algorithm.compute_loss(tokens, self.options)
+        loss = self.checks.check_loss(self.algorithm.compute_loss(tokens, self.options), tokens)
         components_T = dict(loss.components_T)
         weight_T, excluded_T = self.correction.compute_weights(prox_T - behav_T, mask_T, batch.row_T)
         if "kept_mask" in columns:

@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.algorithm_defaults import list_algorithms
 from hpc_rl.config.changes import JUDGES, digest_options
 from hpc_rl.config.load.stored import list_open_variables, list_secret_variables, redact_secrets, to_dict
 from hpc_rl.config.options.experiment import Config, GRPOConfig
@@ -28,9 +29,9 @@ from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 CODE_OF = "code of "
-ALGORITHM = "actor.algorithm"
+ALGORITHM = ".algorithm"  # end of the names of options
 CALLBACKS = "callbacks"
-_CODE = ("rollout.workflow", "rollout.reward_fn", ALGORITHM, CALLBACKS)
+_CODE = ("rollout.workflow", "rollout.reward_fn", "actor.algorithm", CALLBACKS)
 AGENT = "rollout.workflow_args"
 START_S = 60.0  # for the import of a user's module
 CALLBACK_S = 30.0  # for the call of a callback, in a trial without rewards
@@ -66,7 +67,7 @@ def fingerprint_judges(config: Config, path: Sequence[str]) -> dict[str, str]:
     code = {
         f"{CODE_OF}{name}": digest
         for name, (_, digest) in _code(config, path).items()
-        if not name.startswith((ALGORITHM, CALLBACKS))  # they reject no prompt
+        if not (name.endswith(ALGORITHM) or name.startswith(CALLBACKS))  # they reject no prompt
     }
     return digest_options(config, JUDGES) | code
 
@@ -78,7 +79,8 @@ def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
     if isinstance(config, GRPOConfig):
         rewards = config.rollout.reward_functions
         named |= {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
-        named |= {ALGORITHM: config.actor.algorithm, **dict([find_workflow_code(config)])}
+        named |= dict([find_workflow_code(config)])
+        named |= {option: one.actor.algorithm for option, one in list_algorithms(config)}
     for name, where in named.items():
         module, colon, _ = where.partition(":")
         file = source_file(module, path) if colon else None
@@ -212,7 +214,7 @@ def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
 
 
 def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refusal]:
-    """Import the user's rewards, workflow, algorithm and callbacks; call rewards and callbacks once.
+    """Import the user's rewards, workflow, algorithms and callbacks; call all but workflows once.
 
     Nothing is done where the job has another environment than this one: a container, modules, a setup or
     another interpreter. Yields notes, and what the job would refuse, with the place in the user's code.
@@ -272,7 +274,7 @@ def _explain_unfinished(
         limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
         why = f"takes more than {limit}{place}: the job would reject each such prompt"
         return refuse(why=why, related=("rollout.reward_timeout_s",))
-    why = f"was not tried to its end, because its import took more than {START_S:g} s{place}"
+    why = f"was not tried to its end, because it took more than {START_S:g} s{place}"
     return refuse(why=why, is_note=True)
 
 
@@ -289,4 +291,5 @@ def _is_own_code(config: Config) -> bool:
         return bool(config.callbacks)
     rollout = config.rollout
     workflow = find_workflow_code(config)[1]
-    return any(":" in path for path in (workflow, config.actor.algorithm, *rollout.reward_functions))
+    algorithms = (one.actor.algorithm for _, one in list_algorithms(config))
+    return any(":" in path for path in (workflow, *algorithms, *rollout.reward_functions))

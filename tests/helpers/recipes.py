@@ -25,10 +25,14 @@ class RecordingEngine:
     def __init__(self, logprob: float = -1.0) -> None:
         self.logprob = logprob
         self.updates: list[tuple[Sequences, float, float]] = []
+        self.gradients: list[torch.Tensor] = []  # of the loss of each update by its log-probabilities
         self.passed = 0
 
     def pass_updates(self, count: int) -> None:
         self.passed += count
+
+    def counters(self) -> dict[str, Any]:
+        return {"updates": len(self.updates) + self.passed, "adam_steps": len(self.updates)}
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         return [np.where(mask, self.logprob, 0.0).astype(np.float32) for mask in rows.columns["loss_mask"]]
@@ -39,18 +43,32 @@ class RecordingEngine:
         self.updates.append((rows, loss_weight, temperature))
         columns = {name: torch.from_numpy(np.concatenate(values)) for name, values in rows.columns.items()}
         row_T = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(ids) for ids in rows.ids]))
-        batch = MicroBatch(torch.full((len(row_T),), -1.0), torch.ones(len(row_T)), columns, row_T)
+        logprobs_T = torch.full((len(row_T),), -1.0, requires_grad=True)
+        batch = MicroBatch(logprobs_T, torch.ones(len(row_T)), columns, row_T)
         if "top_ids" in columns:
             batch.top_logprobs_TK = torch.full(columns["top_ids"].shape, -1.0)
         total, sums = loss(batch)
-        numbers = {name: float(value) for name, value in sums.items()}
+        if total.requires_grad:
+            self.gradients += torch.autograd.grad(total / loss_weight, logprobs_T, allow_unused=True)
+        numbers = {name: float(value.detach()) for name, value in sums.items()}
         return {
             **numbers,
-            "loss": float(total) / loss_weight,
+            "loss": float(total.detach()) / loss_weight,
             "grad_norm": 1.0,
             "lr": 0.5,
             "update_successful": 1.0,
         }
+
+
+def make_micro_batch(
+    lengths: list[int], trained: list[bool], logprobs: list[float], **columns: list[float]
+) -> MicroBatch:
+    """Return a micro-batch of rows with these lengths. Values outside of `trained` become 0 as in an engine."""
+    mask_T = torch.tensor(trained)
+    logprobs_T = torch.where(mask_T, torch.tensor(logprobs, dtype=torch.float32), 0.0).requires_grad_()
+    made = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
+    row_T = torch.repeat_interleave(torch.tensor(lengths))
+    return MicroBatch(logprobs_T, torch.ones(len(trained)), {"loss_mask": mask_T, **made}, row_T)
 
 
 def make_run(

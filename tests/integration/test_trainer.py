@@ -12,7 +12,7 @@ from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import PromptDatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
@@ -125,7 +125,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         config = GRPOConfig(
             experiment_name="e",
             trial_name="t",
-            train_dataset=DatasetConfig(path="x.jsonl", batch_size=3),
+            train_dataset=PromptDatasetConfig(path="x.jsonl", batch_size=3),
             gconfig=GenerationHyperparameters(n_samples=2),
             actor=PPOActorConfig(
                 path=str(toy / "base"),

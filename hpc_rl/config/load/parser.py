@@ -153,6 +153,13 @@ def _describe(kind: Any) -> str:
     return names[kind]
 
 
+def can_convert(hint: Any) -> bool:
+    """Return whether `convert_value` knows a type. All options have such types, not all fields of users."""
+    kinds = [strip_limits(kind) for kind in list_alternatives(hint)]
+    known = (Any, bool, int, float, str, types.NoneType)
+    return all(kind in known or typing.get_origin(kind) in (Literal, list, dict) for kind in kinds)
+
+
 def parse(cls: type, settings: Settings, refusals: list[Refusal]) -> tuple[Any, list[Refusal]]:
     """Return a configuration of the usable values, and all refusals, the given ones first.
 

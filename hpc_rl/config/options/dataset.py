@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hpc_rl.config.options.limits import (
     Grammar,
@@ -70,6 +70,13 @@ class MixedSetConfig:
     """Its share of all prompts."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns with other names in its file, as `train_dataset.columns`."""
+    algorithm: str = ""
+    """Algorithm of its rows, by a name or `package.module:name`, with the defaults of its paper; empty means
+    `actor.algorithm`. Other options are the ones of section actor."""
+    algorithm_args: dict[str, Any] = field(default_factory=dict)
+    """Options of `algorithm` with other values for this data set: discount, gae_lambda, length_penalty,
+    dynamic_sampling, eps_clip, eps_clip_higher, c_clip, sapo_tau_pos, sapo_tau_neg; and options of your
+    algorithm that section actor lacks."""
 
 
 @dataclass(kw_only=True)

@@ -1,66 +1,25 @@
-"""Rules about `actor.algorithm`, and the defaults that it sets."""
+"""Rules about `actor.algorithm`."""
 
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
+from hpc_rl.config.algorithm_defaults import ARGS, OPTION, list_selections, refuse_warmup
 from hpc_rl.config.load.fields import suggest_name
-from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value, replace_value
-from hpc_rl.config.options.training import NormConfig
+from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, TeacherConfig, find_last_step, get_value
+from hpc_rl.config.pool_view import list_reward_models
 from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.config.rules.engine_rules import find_train
 from hpc_rl.config.rules.generation_rules import IMPORT_PATH
-from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY, TAKE_CRITIC
-from hpc_rl.core.refusal import Kind, Refusal, make_idle_note
+from hpc_rl.core.algorithms import ALGORITHMS, TAKE_CRITIC
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 
-OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
 _OF_CONTROLLER = ("entropy_low", "entropy_high", "coeff_", "warmup_steps")
-
-
-def set_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOConfig, dict[str, str]]:
-    """Return the configuration with the defaults of the algorithm, and option -> why its default changed.
-
-    An option of AReaL selects its algorithm and changes no other default. A name in `actor.algorithm` sets
-    the defaults of its paper.
-    """
-    adapted: dict[str, str] = {}
-    correction = config.actor.rollout_correction
-    if correction is not None and correction.mode == "icepop":
-        for name, value in (("actor.rollout_correction.lower", 0.5), ("actor.rollout_correction.upper", 5.0)):
-            if name not in explicit:
-                config = replace_value(config, name.split("."), value)
-                adapted[name] = "actor.rollout_correction.mode is icepop"
-    if OPTION not in explicit:
-        for option, selected, (name, *_) in _list_selections(config):
-            if selected:
-                config = replace_value(config, OPTION.split("."), name)
-                return config, adapted | {OPTION: f"{option} is set"}
-        if config.critic is not None:
-            config = replace_value(config, OPTION.split("."), "ppo")
-            adapted[OPTION] = "there is a section critic"
-        return config, adapted
-    row = ALGORITHMS.get(config.actor.algorithm)
-    for option, value in (row.defaults if row else {}).items():
-        name, section = f"actor.{option}", f"actor.{option.partition('.')[0]}"
-        if name in explicit or (section in explicit and section != name):
-            continue
-        if get_value(config, section) is None and section != name:
-            config = replace_value(config, section.split("."), NormConfig())
-        config = replace_value(config, name.split("."), value)
-        adapted[name] = f"{OPTION} is {config.actor.algorithm}"
-    return config, adapted
-
-
-def _list_selections(config: GRPOConfig) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
-    """Yield each option that selects an algorithm, whether it does, and the algorithms that fit."""
-    for name, wanted, algorithms in SELECTED_BY:
-        value = getattr(config.actor, name)
-        yield f"actor.{name}", value is not None if wanted is None else value == wanted, algorithms
 
 
 def check_selection(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     name = config.actor.algorithm
-    for option, selected, algorithms in _list_selections(config):
+    for option, selected, algorithms in list_selections(config):
         if selected == (name in algorithms):
             continue
         why = f"selects the algorithm {algorithms[0]}, and {OPTION} is {name}"
@@ -144,12 +103,43 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
             yield Refusal(option=OPTION, value=name, kind=Kind.MISSING, why=why, related=(section,))
 
 
+def check_warmup(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse a critic that is trained alone until the end, as far as the length of the trial is known."""
+    last = find_last_step(config, None)
+    if last is not None and (refusal := refuse_warmup(config, last)):
+        yield refusal
+
+
 def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options that the algorithm does not take; AReaL's files often contain them."""
     name = config.actor.algorithm
     ignored = ALGORITHMS[name].ignores if name in ALGORITHMS else ()
     if idle := [f"actor.{one}" for one in ignored if not is_default(config, f"actor.{one}")]:
         yield make_idle_note(idle, f"{OPTION} {name} does not use it")
+    if name == "max_rl" and (causes := _list_negative_rewards(config)):
+        why = f"is for rewards of at least 0, and {', '.join(causes)} may make them negative: "
+        why += "a group whose mean is 0 or less teaches nothing"
+        yield make_note(OPTION, why, Kind.CONFLICT, value=name, related=tuple(causes), is_warning=True)
 
 
-GRPO_RULES = [check_algorithm, check_selection, check_correction, check_entropy]
+def _list_negative_rewards(config: GRPOConfig) -> list[str]:
+    """Return the options that may make rewards negative."""
+    actor = config.actor
+    causes = {
+        "rollout.reward_fn": bool(list_reward_models(config)),
+        "rollout.reward_weights": any(one < 0 for one in config.rollout.reward_weights or ()),
+        "actor.reward_bias": actor.reward_bias < 0,
+        "actor.length_penalty": actor.length_penalty > 0,
+        "actor.overlong_reward_penalty": actor.overlong_reward_penalty,
+        "trainer": isinstance(config, TeacherConfig),  # a teaching may make the student worse
+    }
+    return [option for option, holds in causes.items() if holds]
+
+
+GRPO_RULES = [
+    check_algorithm,
+    check_selection,
+    check_correction,
+    check_entropy,
+    check_warmup,
+]

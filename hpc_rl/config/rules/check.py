@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
+from hpc_rl.config import algorithm_defaults
 from hpc_rl.config.load.stored import Loaded, find_trainer
 from hpc_rl.config.options.experiment import (
     ABSENT,
@@ -36,6 +37,7 @@ from hpc_rl.config.rules import (
     pool_rules,
     purpose_rules,
     sampling_rules,
+    set_algorithm_rules,
     sglang_rules,
     sharing_rules,
     slurm_rules,
@@ -68,6 +70,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *vllm_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
     *algorithm_rules.GRPO_RULES,
+    *set_algorithm_rules.GRPO_RULES,
     *environment_rules.GRPO_RULES,
     *evaluation_rules.GRPO_RULES,
     *pool_rules.GRPO_RULES,
@@ -98,6 +101,7 @@ OF_TRAINING: set[Callable[..., Any]] = {
     *engine_rules.RULES,
     *lora_rules.RULES,
     *algorithm_rules.GRPO_RULES,
+    *set_algorithm_rules.GRPO_RULES,
     *sharing_rules.GRPO_RULES,
     generation_rules.check_groups,
     environment_rules.check_length,
@@ -139,7 +143,12 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
         unreadable = {name.partition(".")[0] for one in of_data for name in one.options}
         raise RulesRefuse(refusals, so_far, {rule for rule, some in found.items() if some}, unreadable)
     notes += _list_notes(config, loaded.explicit)
-    notes += [*file_rules.list_notes(config), *dataset_rules.list_notes(config)] if files else []
+    if files:
+        notes += [
+            *file_rules.list_notes(config),
+            *dataset_rules.list_notes(config),
+            *lora_rules.list_file_notes(config),
+        ]
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
@@ -152,7 +161,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
     notes: list[Refusal] = []
     adapted: dict[str, str] = {}
     if isinstance(config, GRPOConfig):
-        config, adapted = algorithm_rules.set_defaults(config, explicit)
+        config, adapted = algorithm_defaults.set_defaults(config, explicit)
     if not isinstance(config, GRPOConfig):
         kind = find_trainer(config)
         wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}

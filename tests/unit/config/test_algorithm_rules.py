@@ -7,6 +7,7 @@ import pytest
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import get_value
+from hpc_rl.config.rules.algorithm_rules import list_notes
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.algorithms import ALGORITHMS
@@ -96,6 +97,10 @@ def test_an_option_of_areal_selects_the_algorithm_and_no_other_default():
             ["actor.aent.entropy_clamp=0.3", "allocation_mode=fsdp:d1t2", "cluster.n_gpus_per_node=2"],
             "entropy_clamp .*t divides the vocabulary among ranks",
         ),
+        (
+            ["critic.path=/m", "critic.warmup_steps=10", "total_train_steps=10"],
+            "critic.warmup_steps 10 leaves none of the 10 steps for the policy",
+        ),
         (["actor.prox_logp_method=metrics"], "no effect without actor.use_decoupled_loss"),
     ],
 )  # fmt: skip
@@ -115,6 +120,29 @@ def test_contradictions_are_refused(words, problem):
 def test_options_that_the_algorithm_does_not_take_are_noted(words, idle):
     notes = [str(note) for note in load_checked(*words).notes]
     assert any(note.startswith(f"{idle}: no effect: actor.algorithm") for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["actor.reward_bias=-0.5"], "actor.reward_bias"),
+        (
+            ["rollout.reward_fn=exact_match,format", "rollout.reward_weights=[1,-0.5]"],
+            "rollout.reward_weights",
+        ),
+        (["rollout.reward_fn=judged", "pools.judged.path=/r"], "rollout.reward_fn"),
+        (["actor.length_penalty=0.1"], "actor.length_penalty"),
+        ([], ""),
+    ],
+)
+def test_rewards_that_may_be_negative_are_noted_for_max_rl(words, cause):
+    def list_warnings(algorithm: str) -> list[str]:
+        config = load([], [*WORDS, f"actor.algorithm={algorithm}", *words], profiles=[]).config
+        return [str(note) for note in list_notes(config) if "rewards of at least 0" in str(note)]
+
+    notes = list_warnings("max_rl")
+    assert len(notes) == bool(cause) and all(f"and {cause} may make them negative" in one for one in notes)
+    assert not list_warnings("grpo")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

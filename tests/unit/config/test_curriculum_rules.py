@@ -78,11 +78,6 @@ def test_rows_of_a_further_set_that_can_not_be_read_are_named(place):
         load_checked(place, ROWS, *given)
 
 
-def test_a_set_has_no_algorithm_of_its_own(place):
-    with pytest.raises(ConfigError, match=r"mix\.code\.algorithm .*did you mean actor\.algorithm"):
-        load_checked(place, ROWS, *write_code(place), "train_dataset.mix.code.algorithm=dapo")
-
-
 def test_supervised_trainers_have_neither(place):
     words = ["trial_name=t", "experiment_name=e", "trainer=sft", f"model.path={place / 'model'}"]
     words += [f"train_dataset.path={place / 'd.jsonl'}", "train_dataset.curriculum=band"]

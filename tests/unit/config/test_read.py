@@ -20,6 +20,7 @@ from hpc_rl.config import (
     sglang_versions,
     vllm_versions,
 )
+from hpc_rl.config.algorithm_defaults import make_set_config
 from hpc_rl.config.devices import choose_allocation
 from hpc_rl.config.load import stored
 from hpc_rl.config.load.fields import find_section, list_hints, list_options
@@ -114,6 +115,7 @@ READERS = (  # what roles and the plan read through
         count_updates_per_step,
         count_critic_updates_per_step,
         view_pool,
+        make_set_config,
         choose_allocation,
     ),
     InferenceEngineConfig.reward_functions.fget,

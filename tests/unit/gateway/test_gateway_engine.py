@@ -13,7 +13,7 @@ from gateways import open_gateway  # noqa: E402
 from recipes import make_run  # noqa: E402
 
 from hpc_rl.atropos.intake import SequenceLimits, make_group  # noqa: E402
-from hpc_rl.config.options.dataset import DatasetConfig  # noqa: E402
+from hpc_rl.config.options.dataset import PromptDatasetConfig  # noqa: E402
 from hpc_rl.config.options.experiment import GRPOConfig  # noqa: E402
 from hpc_rl.config.options.inference import EmbeddedConfig, GenerationHyperparameters  # noqa: E402
 from hpc_rl.config.options.training import OptimizerConfig, PPOActorConfig, TrainEngineConfig  # noqa: E402
@@ -87,7 +87,7 @@ async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp
     config = GRPOConfig(
         experiment_name="e",
         trial_name="t",
-        train_dataset=DatasetConfig(path="", batch_size=3),
+        train_dataset=PromptDatasetConfig(path="", batch_size=3),
         gconfig=GenerationHyperparameters(n_samples=8, temperature=1.0),
         actor=PPOActorConfig(path=str(served.model), ppo_n_minibatches=1, kl_ctl=0),
     )

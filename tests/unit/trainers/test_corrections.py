@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from recipes import RecordingEngine
 
 from hpc_rl.config.options.training import RolloutCorrectionConfig
+from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.types import Batch
 from hpc_rl.trainers.grpo_recipe import GRPO
 from tests.unit.trainers.test_recipes import batch_of, grpo_recipe
@@ -81,15 +83,22 @@ def test_truncated_weights_keep_every_token(tmp_path):
     assert weight == 6.0 and numbers["loss"] == pytest.approx(0.5 * (plain - clipped) / 6)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "sapo", "m2po"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask", "icepop"])
-def test_the_same_probabilities_change_nothing(tmp_path, algorithm, mode):
-    same = {"algorithm": algorithm, "recompute_logprob": True}
-    plain, weight = run_step(make_recipe(tmp_path, -2.0, -2.0, -2.0, **same))
-    correction = RolloutCorrectionConfig(mode=mode, lower=0.5)
+def test_the_same_probabilities_change_nothing(tmp_path, algorithm, level, mode):
+    """With w = 1 and bounds around it, neither the loss nor its divisor nor its gradient changes."""
+    same = {"algorithm": algorithm, "recompute_logprob": True, "use_decoupled_loss": True}
+    same["eps_clip_higher"] = 9.0  # the ratio is e
+    plain = make_recipe(tmp_path, -2.0, -2.0, -2.0, **same)
+    before, weight = run_step(plain)
+    correction = RolloutCorrectionConfig(level=level, mode=mode, lower=0.5, upper=5.0)
     recipe = make_recipe(tmp_path, -2.0, -2.0, -2.0, **same, rollout_correction=correction)
-    numbers, corrected_weight = run_step(recipe)
-    assert (numbers["loss"], corrected_weight) == (plain["loss"], weight)
+    after, corrected_weight = run_step(recipe)
+    assert (after["loss"], corrected_weight) == (before["loss"], weight)
+    (gradient_T,) = plain.run.engine.gradients
+    assert gradient_T.any() and torch.equal(gradient_T, recipe.run.engine.gradients[0])
+    assert after.get("mismatch_excluded", 0.0) == after["behave_dropped"] == 0.0
 
 
 def test_m2po_excludes_over_the_whole_batch(tmp_path):

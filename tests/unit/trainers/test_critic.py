@@ -11,10 +11,11 @@ from small_engines import config_of
 
 from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.rewards import compute_credit
-from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import PromptDatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import PPOActorConfig, PPOCriticConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.types import Batch, TrajectoryGroup
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp.engine import FSDPEngine
@@ -38,7 +39,7 @@ def ppo_recipe(tmp_path, engine: RecordingEngine, critic: dict | None = None, **
     config = GRPOConfig(
         experiment_name="e",
         trial_name="t",
-        train_dataset=DatasetConfig(path="x.jsonl", batch_size=2),
+        train_dataset=PromptDatasetConfig(path="x.jsonl", batch_size=2),
         gconfig=GenerationHyperparameters(n_samples=2),
         actor=PPOActorConfig(
             path="m", **{"algorithm": "ppo", "ppo_n_minibatches": 1, "kl_ctl": 0.0, **actor}
@@ -116,6 +117,12 @@ def test_the_first_steps_train_the_critic_alone(tmp_path):
         assert ("loss" in numbers) == ("update_successful" in numbers) == (step == 3)
     assert len(critic.updates) == 3 and len(recipe.run.engine.updates) == 1
     assert recipe.run.engine.passed == 2  # the schedule went on
+
+
+def test_a_warm_up_until_the_end_is_refused(tmp_path):
+    assert ppo_recipe(tmp_path, ScoringEngine(), {"warmup_steps": 1}).total_steps == 5
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps 5 leaves none of the 5 steps"):
+        ppo_recipe(tmp_path, ScoringEngine(), {"warmup_steps": 5})
 
 
 def test_truncated_rows_are_left_out_of_the_critic_if_asked(tmp_path):

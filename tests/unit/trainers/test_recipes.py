@@ -16,7 +16,7 @@ from recipes import RecordingEngine, make_run
 from hpc_rl.algorithms import base, grpo
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Loss, TokenBatch
-from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import DatasetConfig, MixedSetConfig, PromptDatasetConfig
 from hpc_rl.config.options.distillation import DistillationConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
@@ -28,8 +28,9 @@ from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import REGENERATED, Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.rollout.batch_prefetch import FetchedBatch
-from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, place_schedule
+from hpc_rl.trainers.grpo_recipe import GRPO, place_schedule
 from hpc_rl.trainers.minibatches import divide_rows
+from hpc_rl.trainers.update_watch import count_allowed_idle_steps
 
 
 def trajectory(
@@ -82,13 +83,14 @@ def grpo_recipe(
     kind=GRPOConfig,
     max_new_tokens: int = 16384,
     distillation: DistillationConfig | None = None,
+    mix: dict[str, MixedSetConfig] | None = None,
     **actor,
 ) -> GRPO:
     norm = NormConfig(mean_level="group", std_level=None)
     config = kind(
         experiment_name="e",
         trial_name="t",
-        train_dataset=DatasetConfig(path="x.jsonl", batch_size=2),
+        train_dataset=PromptDatasetConfig(path="x.jsonl", batch_size=2, mix=mix or {}),
         valid_dataset=DatasetConfig(path="y.jsonl"),
         gconfig=GenerationHyperparameters(n_samples=2, temperature=0.7, max_new_tokens=max_new_tokens),
         actor=PPOActorConfig(
@@ -409,7 +411,7 @@ def test_groups_of_different_sizes_are_normalized_by_membership(tmp_path):
 
 
 def test_steps_in_a_row_without_an_update_end_the_trial(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_rl.trainers.grpo_recipe.MAX_STEPS_WITHOUT_UPDATE", 3)
+    monkeypatch.setattr("hpc_rl.trainers.update_watch.MAX_STEPS_WITHOUT_UPDATE", 3)
     recipe = grpo_recipe(tmp_path)
     train_batch, worked = recipe.run.engine.train_batch, 0.0
 
@@ -426,6 +428,25 @@ def test_steps_in_a_row_without_an_update_end_the_trial(tmp_path, monkeypatch):
         recipe.update(step, batch_of([1.0, 0.0]))
     with pytest.raises(DataUnusable, match=r"3 steps in a row .* step 6: .*not finite"):
         recipe.update(6, batch_of([1.0, 0.0]))
+
+
+def test_a_trial_whose_updates_were_never_finite_is_not_done(tmp_path, monkeypatch):
+    """Of 5 steps, fewer than end a trial in its middle."""
+    recipe = grpo_recipe(tmp_path)
+    assert recipe.total_steps == 5
+    engine = recipe.run.engine
+    train_batch = engine.train_batch
+    monkeypatch.setattr(
+        engine, "train_batch", lambda *given: train_batch(*given) | {"update_successful": 0.0}
+    )
+    monkeypatch.setattr(engine, "counters", lambda: {"adam_steps": 0})
+    for step in range(1, 5):
+        recipe.update(step, batch_of([1.0, 0.0]))
+        assert recipe.run.stats.take()["updates_skipped"] == 1
+    with pytest.raises(DataUnusable, match=r"none of the 5 steps made an optimizer update: .*not finite"):
+        recipe.update(5, batch_of([1.0, 0.0]))
+    monkeypatch.setattr(engine, "counters", lambda: {"adam_steps": 1})  # of an earlier start
+    recipe.update(5, batch_of([1.0, 0.0]))
 
 
 def test_float16_has_the_steps_that_its_loss_scale_needs_to_come_down():
@@ -528,7 +549,7 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
 def test_another_number_of_mini_batches_keeps_the_share_of_the_schedule(tmp_path):
     """Loaded: step 5 of 10 with 4 updates each. Now a step has 2."""
     config = GRPOConfig(
-        experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="rows.jsonl", batch_size=4),
+        experiment_name="e", trial_name="t", train_dataset=PromptDatasetConfig(path="rows.jsonl", batch_size=4),
         actor=PPOActorConfig(path=str(tmp_path), ppo_n_minibatches=2), total_train_steps=10,
     )  # fmt: skip
     engine = RecordingEngine()
