@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conformance import Api
 from gateways import open_gateway
+from patience import extend
 
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.gateway.requests import Bounds
@@ -41,7 +42,7 @@ async def start(python: str, scenario: str, caller, base: str = "/v1", token: st
 
 
 async def result_of(process) -> dict:
-    out, errors = await asyncio.wait_for(process.communicate(), 170)
+    out, errors = await asyncio.wait_for(process.communicate(), extend(170))
     assert process.returncode == 0, errors.decode()[-3000:]
     return json.loads(out.decode().splitlines()[-1])
 

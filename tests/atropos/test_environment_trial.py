@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 import yaml
+from patience import extend
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, trial_of
 
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
@@ -68,14 +69,14 @@ def trial(tmp_path_factory, atropos_python):
     with started_by_hand(here, atropos_python) as process:
         kill_rollout_once(made)
         hpc_rl("status", "fed", "--follow", cwd=here, timeout_s=300, check=False)
-        code = process.wait(60)
+        code = process.wait(extend(60))
     return here, made, code
 
 
 @contextlib.contextmanager
 def started_by_hand(here: Path, atropos_python: str) -> Iterator[subprocess.Popen]:
     """An environment of eight sequences a group, from the URLs of the trial once it runs."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + extend(120)
     while (found := hpc_rl("env", "urls", "fed", "--json", cwd=here, check=False)).returncode != 0:
         assert time.monotonic() < until, found.stderr
         time.sleep(1)
@@ -102,7 +103,7 @@ def started_by_hand(here: Path, atropos_python: str) -> Iterator[subprocess.Pope
 
 def kill_rollout_once(trial) -> None:
     """Kill the rollout role with signal 9 once it has sealed a few batches."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + extend(120)
     while len(list((trial.rollout / "batches").glob("*.seal"))) < 4:
         assert time.monotonic() < until, logs_of(trial)
         time.sleep(0.1)

@@ -11,6 +11,7 @@ import subprocess
 
 import aiohttp
 import pytest
+from patience import extend
 
 from hpc_rl.core.net import bind
 from tests.unit.atropos.test_atropos_api import TRAINER, World, group
@@ -62,7 +63,7 @@ def peer_url(atropos_python):
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield f"http://127.0.0.1:{port}"
     process.terminate()
-    process.wait(30)
+    process.wait(extend(30))
 
 
 @pytest.fixture(params=["peer", "ours"])

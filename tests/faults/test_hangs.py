@@ -15,6 +15,7 @@ from hpc_rl.core.trial import load_json, write_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from patience import extend
 from supervised import JOB, Fake, unit
 
 RULES = {"hang_min_s": 1, "hang_max_s": 8}
@@ -48,7 +49,7 @@ def test_a_rank_that_hangs_is_found_written_down_and_started_again(fake, how):
         )
         fake.until(lambda: "rank1" in (fake.trial.dir / "writes.log").read_text())
         os.kill(next(one.pid for one in fake.alive() if one.rank == 1), signal.SIGSTOP)
-    assert supervisor.wait(90) == 0, fake.story()
+    assert supervisor.wait(extend(90)) == 0, fake.story()
     [hung] = fake.events("hung")
     assert hung["role"] == "trainer" and "nothing moved for" in hung["reason"]
     assert "behave" in stacks(fake, "trainer-0.0-rank1"), "it says where it was"
@@ -95,6 +96,6 @@ def test_slurms_early_signal_is_left_to_the_clock_that_knows_better(fake):
     supervisor.send_signal(signal.SIGUSR1)
     fake.until(lambda: fake.events("reminded"))
     assert not fake.events("stopping")
-    assert supervisor.wait(90) == 75, fake.story()
+    assert supervisor.wait(extend(90)) == 75, fake.story()
     [stopping] = fake.events("stopping")
     assert stopping["class"] == "wall time" and "time is nearly over" in stopping["reason"]

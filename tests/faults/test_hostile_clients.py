@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from kill_anything import READY, Killed, Trials, make_workplace
+from patience import extend
 from probes import Probe, answer_to, probes
 
 from hpc_rl.core.trial import load_json
@@ -48,7 +49,7 @@ class Target:
             asked = urllib.request.Request(
                 f"{url}/health", headers={"Authorization": f"Bearer {self.tokens['data']}"}
             )
-            with urllib.request.urlopen(asked, timeout=30) as response:
+            with urllib.request.urlopen(asked, timeout=extend(30)) as response:
                 found[name] = response.status
         return found
 

@@ -16,6 +16,7 @@ from hpc_rl.core.proc import is_alive
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from patience import extend
 from supervised import Fake, unit
 
 # Its own process becomes the program; a client that notes each start is all that is needed of srun.
@@ -79,7 +80,7 @@ def test_the_replicas_of_a_node_and_pool_are_one_step_with_parts_of_its_gpus(fak
     # the agent would remove it when it leaves, with the caches of a server that is started again
     assert not list(fake.disk.glob("hpc-rl-*")), "the directory of caches is the servers' own"
     fake.supervisors[0].terminate()
-    assert fake.supervisors[0].wait(90) == 75, fake.story()
+    assert fake.supervisors[0].wait(extend(90)) == 75, fake.story()
     assert {row["code"] for row in fake.events("exited", "server")} == {75}
     assert not fake.alive()
 

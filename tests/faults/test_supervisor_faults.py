@@ -19,6 +19,7 @@ from hpc_rl.supervise import bad_nodes
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from patience import extend
 from supervised import JOB, Fake, unit
 
 
@@ -132,7 +133,7 @@ def test_secrets_that_are_removed_while_a_trial_runs_are_written_again(fake):
     assert fake.trial.secret.stat().st_mode & 0o777 == 0o600
     assert f"{fake.trial.secret} was removed while the trial runs" in fake.story()
     supervisor.terminate()
-    assert supervisor.wait(60) == 75
+    assert supervisor.wait(extend(60)) == 75
 
 
 def test_one_replica_that_gives_up_costs_only_itself(fake):
@@ -156,7 +157,7 @@ def test_peers_of_a_failed_rank_do_not_hang(fake):
     )
     victim = next(one for one in fake.alive() if one.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
-    assert supervisor.wait(90) == 0, fake.story()
+    assert supervisor.wait(extend(90)) == 0, fake.story()
     assert [row["code"] for row in fake.events("exited", "trainer")] == [137, 0]
 
 
@@ -170,7 +171,7 @@ def test_a_request_to_stop_lets_the_trainer_save_first(fake, wish):
     else:
         for _ in range(2 if wish.endswith("twice") else 1):
             supervisor.send_signal(signal.Signals[f"SIG{wish.split()[0]}"])
-    assert supervisor.wait(90) == 75, fake.story()
+    assert supervisor.wait(extend(90)) == 75, fake.story()
     ends = [row["role"] for row in fake.events("exited")]
     assert ends[0] == "trainer" and len(ends) == 3
     assert load_json(fake.attempt.ended)["exit_code"] == 75
@@ -186,7 +187,7 @@ def test_a_later_term_ends_at_once_and_the_pipes_end_the_rest(fake):
     supervisor.terminate()
     time.sleep(2.2)
     supervisor.terminate()
-    assert supervisor.wait(90) == 143
+    assert supervisor.wait(extend(90)) == 143
     fake.until(lambda: not fake.alive())
 
 
@@ -211,7 +212,7 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
     supervisor = fake.start()
     fake.until(lambda: len({one.role for one in fake.alive()}) == 3)
     open_names(fake.trial).lease(keys.OWNER, {"attempt": "other.0"}, 15.0)
-    assert supervisor.wait(90) == 70, fake.story()
+    assert supervisor.wait(extend(90)) == 70, fake.story()
     assert not fake.alive()
     assert "another supervisor" in load_json(fake.attempt.ended)["reason"]
 

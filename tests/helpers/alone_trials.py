@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_toy, trial_of
 
 from hpc_rl.core.trial import Trial
@@ -111,6 +112,7 @@ def generate_by_servers(folder: Path, backend: str, python: str, *overrides: str
     make_model(folder / "larger", 1)  # the toy's is too small for some
     own = [f"allocation_mode={backend}:d1", f"launcher.inference_server_python={python}", *overrides]
     own += ["train_dataset.path=prompts.jsonl", "gconfig.n_samples=2", "launcher.type=local"]
+    own.append(f"rollout.setup_timeout={extend(600):.0f}")
     words = ("generate", "larger", *list_arguments(), *own, "--follow")
     done = hpc_rl(*words, cwd=folder, timeout_s=500, check=False)
     trial = trial_of(folder, "larger-generate")

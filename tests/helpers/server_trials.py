@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from conformance import make_model, make_reward_model, plain_scores
+from patience import extend
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,8 @@ def run_trial(
     if shares_units:  # a second pool can't
         allocation = f"allocation_mode={backend}:d1|fsdp:d1"
         reward, pools = ("rollout.reward_fn=counting:reward",), ()
-    servers = (allocation, f"launcher.inference_server_python={python}", *pools)
+    slow_start = f"rollout.setup_timeout={extend(600):.0f}"
+    servers = (slow_start, allocation, f"launcher.inference_server_python={python}", *pools)
     steps = (
         f"total_train_steps={num_steps}",
         f"train_dataset.batch_size={BATCH_SIZE}",

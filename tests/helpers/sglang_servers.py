@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from conformance import ServedReplica
+from patience import extend
 
 from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.options.training import PPOActorConfig
@@ -38,7 +39,8 @@ def backend_of(
     settings["tokenizer_path"] = str(tokenizer)
     if actor is not None:
         settings |= make_adapter_settings(actor, "cpu")
-    process = ServerProcess(name=NAME, python=python, env=env, log=folder / "sglang.log")
+    log = folder / "sglang.log"
+    process = ServerProcess(name=NAME, python=python, env=env, log=log, ready_timeout_s=extend(600))
     secret = folder / "sglang.yaml"
     return SGLangBackend(process=process, settings=settings, extra_args=extra_args, secret=secret)
 
@@ -46,6 +48,6 @@ def backend_of(
 def served_sglang(folder: Path, python: str) -> ServedReplica:
     """Return a replica that serves; its attribute `secret` is the file with its key."""
     replica = ServedReplica(folder, lambda _trial, model: backend_of(python, model, folder))
-    replica.start(300)
+    replica.start(600)
     replica.secret = folder / "sglang.yaml"
     return replica

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from conformance import ServedReplica
+from patience import extend
 
 from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.options.training import PPOActorConfig
@@ -38,7 +39,9 @@ def backend_of(
     if actor is not None:
         settings |= make_adapter_settings(actor.lora_rank)
         env |= ADAPTER_ENVIRONMENT
-    process = ServerProcess(name=NAME, python=python, env=env, log=folder / "vllm.log")
+    process = ServerProcess(
+        name=NAME, python=python, env=env, log=folder / "vllm.log", ready_timeout_s=extend(600)
+    )
     return VLLMBackend(process=process, settings=settings, extra_args=extra_args)
 
 
@@ -51,6 +54,6 @@ def served_vllm(folder: Path, python: str) -> ServedReplica:
         return made[0]
 
     replica = ServedReplica(folder, make)
-    replica.start(300)
+    replica.start(600)
     replica.backend = made[0]
     return replica

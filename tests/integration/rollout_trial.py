@@ -128,14 +128,14 @@ class FakeServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(extend(60))
 
     def publish(self, version: str) -> None:
         self.version = version
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(extend(10))
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from aiohttp import web
+from patience import extend
 from rollout_trial import FakeServer, RolloutRole, make_trial
 from toy_plans import toy_plan
 
@@ -46,11 +47,11 @@ class JudgeElsewhere:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(extend(60))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(extend(10))
 
     def _serve(self) -> None:
         self._loop.run_until_complete(self._main())
@@ -113,7 +114,7 @@ def test_prompts_wait_for_a_reward_model_that_is_away(tmp_path):
             batch.result(timeout=4)
         liked = FakeServer(trial, 1, version="", pool="liked")
         stack.callback(liked.close)
-        batches.append(batch.result(timeout=60))
+        batches.append(batch.result(timeout=extend(60)))
         client.close()
     rows = [row for batch in batches for group in batch.groups for row in group.trajectories]
     assert len(rows) == 8 and all(row.reward == len(row.ids) for row in rows)
@@ -210,7 +211,7 @@ def test_status_tells_of_a_judge_that_fails_until_it_answers_again(tmp_path, jud
         assert f"{judge.url}/chat/completions answered 503" in line and KEY not in line
         judge.works = True
         assert wait_for_problem(0) == []
-        assert len(batch.result(60).groups) == 2
+        assert len(batch.result(extend(60)).groups) == 2
         client.close()
 
 
@@ -226,7 +227,7 @@ def test_a_judge_without_its_key_ends_the_role_with_the_reason(tmp_path, judge, 
     trial = teacher_trial(tmp_path, judge)
     role = RolloutRole(trial, env).start()
     try:
-        assert role.process.wait(90) == ExitCode.BAD_CONFIG
+        assert role.process.wait(extend(90)) == ExitCode.BAD_CONFIG
         role.process.stdin.close()
     finally:
         if role.process.poll() is None:

@@ -8,6 +8,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from patience import extend
 from recipes import make_run
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial
 from training import FakeEngine
@@ -197,7 +198,7 @@ def test_user_code_that_cannot_be_loaded_is_a_bad_configuration(run, tmp_path, n
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     trial, _, role = run({"PYTHONPATH": path}, **named)
     with role.process.stdin:
-        assert role.process.wait(90) == ExitCode.BAD_CONFIG, role.log.read_text()
+        assert role.process.wait(extend(90)) == ExitCode.BAD_CONFIG, role.log.read_text()
     said = role.log.read_text()
     assert words in said and "rollout worker 0 exited" not in said
     record = load_json(trial.attempt("1.0").exit_record("rollout", 0, 0, 0))

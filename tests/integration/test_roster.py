@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.roster import HEARTBEAT_S, Registrar
@@ -103,7 +104,7 @@ def test_a_poll_of_1000_servers_is_one_open_and_one_read(names, tmp_path):
     calls = "trace=%file,getdents64,read,pread64,write,rename,fsync"
     tracing = [strace, "-f", "-qq", "-y", "-s1", "-e", calls, "-o", str(log)]
     reading = [sys.executable, str(script), str(names.root.parent), str(POLLS), str(SERVERS)]
-    process = subprocess.run([*tracing, *reading], capture_output=True, text=True, timeout=600)
+    process = subprocess.run([*tracing, *reading], capture_output=True, text=True, timeout=extend(600))
     assert process.returncode == 0, process.stderr[-3000:]
     for reader in ("router", "publisher"):
         rows, num_polls = cut_rows(log, reader)

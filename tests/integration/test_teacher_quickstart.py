@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import PROGRAM, Shell
+from patience import extend
 from toy_trials import groups_in_ledger, hpc_rl, logs_of
 from transformers import AutoModelForCausalLM
 from version_history import rebuild
@@ -70,7 +71,7 @@ class Watch:
             {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=extend(20)) as response:
                 answers = json.loads(response.read())
         except OSError:
             return  # it starts, or has ended
@@ -117,7 +118,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, Watch]:
     shell = Shell(tmp_path_factory.mktemp("teacher"))
     words = [PROGRAM, "quickstart", "--method", "teacher", f"total_train_steps={NUM_STEPS}"]
     words += ["evaluator.freq_steps=8", "recover.freq_steps=8"]
-    here, watch, deadline = shell.here / "quickstart", None, time.monotonic() + 380
+    here, watch, deadline = shell.here / "quickstart", None, time.monotonic() + extend(380)
     with (shell.root / "said.txt").open("w+") as said:
         process = subprocess.Popen(
             words, cwd=shell.here, env=shell.environ, stdout=said, stderr=subprocess.STDOUT
@@ -134,7 +135,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, Watch]:
     late = process.poll() is None
     if late:
         process.terminate()
-        process.wait(30)
+        process.wait(extend(30))
     assert watch is not None, text
     assert not late and process.returncode == 0, f"{text}\n{logs_of(watch.trial)}"
     return here, text, watch

@@ -46,7 +46,7 @@ class Watch(threading.Thread):
         token = self.trial.load_tokens()["control"]
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         request = urllib.request.Request(lease.value["url"] + "/weights_checker", b"{}", headers)
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=extend(20)) as response:
             return json.loads(response.read())
 
 

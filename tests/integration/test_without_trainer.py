@@ -17,7 +17,7 @@ from alone_trials import (
     load_completions,
     make_folder,
 )
-from patience import wait_until
+from patience import extend, wait_until
 from toy_trials import hpc_rl, logs_of, pid_of, status, trial_of
 
 from hpc_rl.core.trial import Trial, load_json
@@ -126,7 +126,9 @@ def test_evaluate_repeats_the_evaluation_of_a_trial(tmp_path):
 def ask(url: str, path: str, key: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url + path, data, headers), timeout=extend(60)
+    ) as answer:
         return json.load(answer)
 
 

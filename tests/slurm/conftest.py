@@ -92,7 +92,7 @@ def guarded(here: Path) -> Iterator[None]:
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.write(b"down")
             guard.stdin.close()
-        guard.wait(30)
+        guard.wait(extend(30))
 
 
 @pytest.fixture

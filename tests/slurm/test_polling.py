@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import extend
 from toy_trials import hpc_rl
 
 from hpc_rl.core.trial import Trial, write_json
@@ -85,7 +86,7 @@ def watch(trials: list[Trial], folder: Path, duration_s: float) -> None:
         for process in followers:
             process.terminate()
         for process in followers:
-            process.wait(30)
+            process.wait(extend(30))
 
 
 @pytest.mark.timeout(240)

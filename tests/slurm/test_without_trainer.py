@@ -15,6 +15,7 @@ from alone_trials import (
     make_folder,
 )
 from other_pythons import python_of
+from patience import extend
 from toy_trials import hpc_rl, status, trial_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -90,7 +91,7 @@ def test_an_endpoint_serves_again_after_a_preemption(cluster, tmp_path, until, b
         headers = {"Authorization": f"Bearer {urls['api_key']}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{urls['base_url']}/completions", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=extend(120)) as answer:
                 return bool(json.load(answer)["choices"][0]["text"])
         except OSError:  # it stops, or starts
             return False

@@ -17,7 +17,7 @@ def served(tmp_path_factory, vllm_python):
     replica = ServedReplica(
         folder, lambda _trial, model: backend_of(vllm_python, model, folder, actor=make_actor(model))
     )
-    replica.start(300)
+    replica.start(600)
     yield replica
     replica.stop()
 

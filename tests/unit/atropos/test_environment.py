@@ -7,6 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 from atropos_services import FakeApi, FakeServer
+from patience import extend
 
 from hpc_rl.atropos import APIServerConfig, EnvConfig, Environment, ScoredGroup
 from hpc_rl.atropos.groups import NO_LOGPROB, NO_LOSS
@@ -54,7 +55,7 @@ class World:
                 await asyncio.sleep(0.02)
             if stop_when is not None:
                 stopping.set()
-            await asyncio.wait_for(running, 30)
+            await asyncio.wait_for(running, extend(30))
             return serving
 
     def inference(self, **settings):
@@ -367,7 +368,9 @@ async def test_a_signal_ends_an_environment_whose_api_is_away(monkeypatch):
     stopping = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stopping.set)
     async with RolloutApi("http://127.0.0.1:1") as api:
-        await asyncio.wait_for(run_environment._serve_until(stopping, api.register(EnvConfig(), "x")), 10)
+        await asyncio.wait_for(
+            run_environment._serve_until(stopping, api.register(EnvConfig(), "x")), extend(10)
+        )
 
 
 async def test_what_fails_while_it_serves_is_raised():

@@ -11,6 +11,7 @@ import yaml
 from aiohttp import web
 from atropos_services import FakeServer
 from jsonargparse import ArgumentError
+from patience import extend
 
 from hpc_rl.atropos import APIServerConfig
 from hpc_rl.atropos.inference_servers import InferenceServers, MadeUpServers
@@ -220,7 +221,7 @@ async def test_a_request_takes_no_longer_than_its_timeout(serve, chat_tokenizer)
     url = await serve(serving("/generate", slow))
     config = APIServerConfig(base_url=f"{url}/v1", timeout=0.05)
     async with InferenceServers([config]) as servers:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(extend(15)):
             with pytest.raises(ServerUnavailable):
                 await servers.generate([1])
 
@@ -298,7 +299,7 @@ async def command(cls, *words):
     """Run `hpc-rl env` in this process, with an environment."""
     given = run_environment.make_parser()
     args = given.instantiate(given.parse_args([words[0], cls.__name__, *words[1:]]))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(extend(30)):
         assert await run_environment.run(args, cls) == 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import extend
 
 from hpc_rl.cli import __main__ as cli
 from hpc_rl.cli import options
@@ -32,7 +33,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path, **env},
-        timeout=60,
+        timeout=extend(60),
     )
 
 

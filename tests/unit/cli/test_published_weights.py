@@ -6,6 +6,7 @@ import shutil
 import threading
 
 import pytest
+from patience import extend
 from safetensors import safe_open
 from version_history import as_bytes, make_history, read_model
 
@@ -168,7 +169,7 @@ def test_exports_during_publications_either_succeed_or_are_refused(trial, tmp_pa
             point_to(trial, f"0.{step}")
             history.prune([])
             if step == 10:  # on a busy machine all versions would be gone before the first export
-                exported.wait(20)
+                exported.wait(extend(20))
         ended.set()
 
     trainer = threading.Thread(target=publish_all)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
@@ -364,7 +365,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(command, env=env, cwd=tmp_path, **pipes) for _ in range(2)]
-    said = [process.communicate(timeout=50) for process in both]
+    said = [process.communicate(timeout=extend(50)) for process in both]
     spoken.touch()
     assert sorted(process.returncode for process in both) == [0, 75], said
     busy = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode == 75)
@@ -372,7 +373,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
         "being submitted by process" in busy or "is running as job" in busy or "is pending as job" in busy
     ), busy
     [job] = trial.jobs.glob("local-*.json")
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + extend(40)
     while JsonLines(trial.job_state(job.stem)).poll()[-1]["event"] != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from aiohttp import web
+from patience import extend
 
 from hpc_rl.core import http_service, net
 from hpc_rl.core.auth import Access, Tokens
@@ -51,7 +52,7 @@ async def connections(number: int):
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.readuntil(b"\r\n"), 30)
+    return await asyncio.wait_for(reader.readuntil(b"\r\n"), extend(30))
 
 
 async def test_many_clients_that_connect_first_and_send_later_are_all_answered():
@@ -80,7 +81,7 @@ async def test_a_stranger_is_closed_after_a_while_and_a_client_with_a_token_stay
         assert await answer(known) == b"HTTP/1.1 200 OK\r\n"
         await known.readuntil(b"pong")
         with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(stranger.read(), 30) == b""
+            assert await asyncio.wait_for(stranger.read(), extend(30)) == b""
         known_writer.write(REQUEST)
         assert await answer(known) == b"HTTP/1.1 200 OK\r\n"
 
@@ -94,5 +95,5 @@ async def test_strangers_take_a_part_of_the_files_that_the_process_may_open(monk
 async def test_a_closed_service_refuses_connections():
     async with service() as port:
         pass
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=extend(5)):
         pass

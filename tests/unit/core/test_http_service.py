@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 MAX_BYTES = 4 << 20
 SERVICE = f"""
@@ -47,7 +48,7 @@ class Service:
         self.port = int(self.process.stdout.readline())
 
     def ask(self, body: bytes, encoding: str = "gzip") -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=extend(60))
         try:
             connection.request("POST", "/", body, {"Content-Encoding": encoding} if encoding else {})
             answer = connection.getresponse()

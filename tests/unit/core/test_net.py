@@ -6,6 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 from network_hosts import NetworkHost, two_hosts
+from patience import extend
 
 from hpc_rl.core import net
 from hpc_rl.core.errors import ConfigError
@@ -125,6 +126,6 @@ def test_a_socket_listens_on_ipv4_and_ipv6():
     with net.bind() as listener:
         port = listener.getsockname()[1]
         for address in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
-            socket.create_connection((address, port), timeout=5).close()
+            socket.create_connection((address, port), timeout=extend(5)).close()
     with net.bind("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"

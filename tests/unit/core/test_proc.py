@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from patience import wait_until
+from patience import extend, wait_until
 
 from hpc_rl.core.proc import TiedProcess
 
@@ -28,7 +28,9 @@ print(json.dumps([resource.getrlimit(number) for number in numbers]))
 
 
 def test_soft_limits_are_raised_to_the_hard_ones_and_cores_are_off():
-    files, locked, core = json.loads(subprocess.check_output([sys.executable, "-c", LOWERED], timeout=60))
+    files, locked, core = json.loads(
+        subprocess.check_output([sys.executable, "-c", LOWERED], timeout=extend(60))
+    )
     assert (files, locked[0], core[0]) == ([2048, 2048], locked[1], 0)
 
 
@@ -74,7 +76,7 @@ def is_gone(pid: int) -> bool:
 )
 def test_the_exit_code_and_output_are_the_commands(tied, argv, status, said):
     process = tied(*argv)
-    process.wait(20)
+    process.wait(extend(20))
     assert process.exit_status() == status
     assert process.stdout.read().decode().startswith(said)
 
@@ -114,7 +116,7 @@ def test_the_kernel_kills_a_command_at_once(tied):
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    assert started[0].wait(20) == -signal.SIGKILL
+    assert started[0].wait(extend(20)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("ending", ["exit 0", "kill -9 $$"])

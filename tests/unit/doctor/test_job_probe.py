@@ -9,6 +9,7 @@ import threading
 from dataclasses import asdict, replace
 
 import pytest
+from patience import extend
 
 from hpc_rl.doctor import node
 from hpc_rl.doctor.finding import Finding, Requirements, Status, ok
@@ -33,7 +34,7 @@ def test_three_nodes_meet_and_see_each_other(tmp_path, only_one_check):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(extend(90))
     found = load_reports(tmp_path)
     assert [report.seen.rank for report in found] == [0, 1, 2]
     assert all(report.findings == [TWO_CPUS] for report in found)
@@ -63,7 +64,7 @@ def test_a_report_survives_json():
 
 def test_the_node_program_knows_its_options():
     argv = [sys.executable, "-m", "hpc_rl.doctor.node", "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=extend(60))
     assert done.returncode == 0 and "--patience_s" in done.stdout
 
 

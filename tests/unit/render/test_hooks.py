@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import RUN_JOB, write_programs
-from patience import wait_until
+from patience import extend, wait_until
 
 from hpc_rl.config.options.cluster import HooksConfig
 from hpc_rl.core.errors import ConfigError
@@ -48,7 +48,7 @@ class Runner:
 
     def run(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> tuple[int, str]:
         process = self.start(hooks, site, scheduler)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=extend(60))
         return process.returncode, said
 
     def noted(self) -> list[str]:
@@ -140,7 +140,7 @@ def test_told_to_end_runs_on_preempt_once_beside_the_supervisor(runner):
     process = runner.start({"on_preempt": note("preempt"), "post_job": note("post")})
     wait_until((runner.here / "notes.waits").exists)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=extend(60))
     assert process.returncode == 143
     assert runner.noted() == ["supervisor", "preempt", "post"]
 
@@ -149,7 +149,7 @@ def test_told_to_end_ends_a_hook_too(runner):
     process = runner.start({"pre_job": '#!/bin/bash\ntouch "$NOTES.in"\nsleep 300\n'})
     wait_until((runner.here / "notes.in").exists)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=extend(60))
     assert process.returncode == 143 and runner.noted() == []
     assert runner.ended()["reason"] == "stopped by a signal"
 

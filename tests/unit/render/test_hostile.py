@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from job_scripts import RUN_JOB, make_stamp, write_programs
+from patience import extend
 
 from hpc_rl.config.load.fields import list_options
 from hpc_rl.config.load.load import Loaded, load
@@ -147,7 +148,7 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     env = {"PATH": f"{bin_}:{os.environ['PATH']}", "HERE": str(here), "HOME": str(here)}
     env |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
     argv = ["bash", str(trial.scripts / main), *(["job"] if scheduler == "local" else [])]
-    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=extend(60))
     assert done.returncode == 0, done.stderr
     said = (here / "argv").read_bytes().decode().split("\0")
     assert said[:4] == ["-m", "hpc_rl.roles.supervisor", "--trial_dir", str(trial.dir)]

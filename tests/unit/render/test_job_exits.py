@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import RUN_JOB, write_programs
-from patience import wait_until
+from patience import extend, wait_until
 
 from hpc_rl.core.errors import ExitCode, StopCause
 from hpc_rl.core.files import JsonLines
@@ -69,7 +69,7 @@ def starts(tmp_path: Path) -> int:
 )
 def test_each_exit_code_is_followed_as_the_table_says(job, tmp_path, code):
     rule = AFTER_EXIT.get(code, AFTER_OTHER_EXIT)
-    assert job(code=str(int(code))).wait(60) == code and starts(tmp_path) == 1
+    assert job(code=str(int(code))).wait(extend(60)) == code and starts(tmp_path) == 1
     again = rule.action is ScriptAction.START_AGAIN
     assert (tmp_path / "calls").exists() == again
     assert last(tmp_path)["event"] == ("requeued" if again else "ended")
@@ -86,12 +86,12 @@ def test_kills_of_the_supervisor_count_until_there_is_a_new_checkpoint(job, tmp_
     (tmp_path / "progress").write_text("".join(f"{start}\n" for start in progress))
     # one of before counts as none
     (tmp_path / "exp" / "one" / "recover" / "gen-00000100").mkdir(parents=True)
-    assert job(code="KILL").wait(60) == 137 and starts(tmp_path) == num_starts
+    assert job(code="KILL").wait(extend(60)) == 137 and starts(tmp_path) == num_starts
     assert last(tmp_path)["reason"] == AFTER_SIGNAL.reason
 
 
 def test_nothing_is_started_again_where_the_mode_is_disabled(job, tmp_path):
-    assert job(mode="disabled", code="75").wait(60) == 75
+    assert job(mode="disabled", code="75").wait(extend(60)) == 75
     assert last(tmp_path)["reason"] == f"{AFTER_EXIT[ExitCode.STOPPED].reason}, and recover.mode is disabled"
 
 
@@ -103,7 +103,7 @@ def test_each_stop_that_the_script_knows_of_comes_before_the_exit_code(job, tmp_
     if cause is StopCause.CANCELLED:
         Trial(tmp_path / "exp" / "one").cancel_intent("7").write_text("{}")
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    process.wait(extend(60))
     rule, end = AFTER_STOP[cause], last(tmp_path)
     assert end["cause"] == cause
     if rule.action is ScriptAction.START_AGAIN:

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from job_scripts import RUN_JOB, write_programs
+from patience import extend
 
 from hpc_rl.config.load.load import load
 from hpc_rl.core.errors import ConfigError
@@ -34,7 +35,7 @@ def seen(written, tmp_path):
         env = {"PATH": os.environ["PATH"], "HERE": str(tmp_path), "HOME": str(tmp_path)}
         env |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", **(environ or {})}
         argv = ["bash", "-c", 'ulimit -Sn 256; ulimit -Sc unlimited; exec bash "$@"', "run", main, "job"]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=extend(60))
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / "seen").read_text().splitlines()
         return dict(line.partition("=")[::2] for line in lines), done.stderr

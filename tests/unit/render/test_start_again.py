@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import RUN_JOB, write_programs
-from patience import wait_until
+from patience import extend, wait_until
 
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.trial import Trial
@@ -75,7 +75,7 @@ class Script:
         self.wait_for_call(words)
         os.killpg(process.pid, signal.SIGTERM)
         (self.here / "go").touch()
-        process.wait(60)
+        process.wait(extend(60))
 
     def last(self) -> dict:
         return JsonLines(self.trial.job_state("7")).poll()[-1]
@@ -118,7 +118,7 @@ def test_a_wish_to_cancel_that_came_meanwhile_is_obeyed(job):
     job.wait_for_call("sinfo")
     job.trial.cancel_intent("7").write_text("{}")
     (job.here / "go").touch()
-    process.wait(60)
+    process.wait(extend(60))
     assert not job.called("scontrol requeue") and job.last()["reason"] == "cancelled by the user", job.said()
 
 
@@ -130,12 +130,12 @@ def test_the_term_of_its_own_requeue_disturbs_nothing(job):
 
 
 def test_where_requeue_is_refused_the_nodes_are_counted_once(job):
-    job.start(refuses=True).wait(60)
+    job.start(refuses=True).wait(extend(60))
     assert job.last()["successor"] == "8" and len(job.called("sinfo")) == 1, job.said()
     assert "--exclude n9 " in job.called("roles.submit_again")[0]
 
 
 def test_where_neither_is_taken_it_is_told(job):
-    job.start(refuses=True, next_job="").wait(60)
+    job.start(refuses=True, next_job="").wait(extend(60))
     assert "neither a requeue nor a successor" in job.last()["reason"], job.said()
     assert not job.last()["cancelled"]

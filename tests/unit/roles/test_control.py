@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from patience import wait_until
+from patience import extend, wait_until
 
 from hpc_rl.roles.control import SAME_TERM_S, Deadline, Stacks, obey
 
@@ -60,7 +60,7 @@ def test_it_stops_when_asked_and_leaves_no_empty_file(start, tmp_path, by):
     else:
         role.send_signal(signal.Signals[f"SIG{by}"])
     assert role.stdout.readline() == b"stopping\n"
-    assert role.wait(30) == 0 and not list(tmp_path.iterdir())
+    assert role.wait(extend(30)) == 0 and not list(tmp_path.iterdir())
 
 
 def test_the_second_term_ends_a_process_whose_main_thread_is_stuck(start):
@@ -69,13 +69,13 @@ def test_the_second_term_ends_a_process_whose_main_thread_is_stuck(start):
     time.sleep(SAME_TERM_S + 0.3)
     assert role.poll() is None
     role.terminate()
-    assert role.wait(30) == 143
+    assert role.wait(extend(30)) == 143
 
 
 def test_the_end_of_the_pipe_ends_it(start):
     role = start("stuck")
     role.stdin.close()
-    assert role.wait(30) == 143
+    assert role.wait(extend(30)) == 143
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import extend
 
 from hpc_rl.core.errors import ExitCode, FailureClass
 from hpc_rl.core.records import ExitRecord
@@ -17,7 +18,7 @@ def test_a_role_without_its_tokens_ends_for_good_with_the_reason(tmp_path, role)
     attempt = trial.attempt("7.0")
     attempt.make_dirs()
     argv = [sys.executable, "-m", f"hpc_rl.roles.{role}", "--trial_dir", str(trial.dir), "--attempt", "7.0"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=extend(120))
     assert done.returncode == ExitCode.BAD_CONFIG and "Traceback" not in done.stderr
     record = ExitRecord.read(attempt.exit_record(role, 0, 0, 0))
     assert record is not None and record.final and record.failure is FailureClass.USER

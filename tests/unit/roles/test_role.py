@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import extend
 from small_configs import STORED
 from toy_plans import toy_plan, toy_unit
 
@@ -56,7 +57,7 @@ def run(attempt: Attempt, role: str) -> tuple[int, str]:
     command = [sys.executable, "-c", role, "--trial_dir", str(attempt.trial.dir), "--attempt", attempt.id]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        return process.wait(60), process.stderr.read()
+        return process.wait(extend(60)), process.stderr.read()
 
 
 def test_a_full_disk_is_recorded_and_costs_no_retry(attempt: Attempt):

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 import pytest
+from patience import extend
 from small_configs import STORED
 from tokenizers import Tokenizer, models
 
@@ -55,7 +56,7 @@ async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
 async def test_an_endpoint_that_is_gone_ends_the_role_as_a_failure_of_the_infrastructure():
     lives = program("send('unavailable', ticket=1, error='h: 401'); sys.stdin.read()")
     with pytest.raises(EndpointUnavailable, match="h: 401") as raised:
-        await asyncio.wait_for(end_of(lives), 20)
+        await asyncio.wait_for(end_of(lives), extend(20))
     assert raised.value.failure is FailureClass.INFRASTRUCTURE
 
 
@@ -67,13 +68,13 @@ async def test_a_note_counts_under_any_ticket_and_only_a_wanted_one_is_answered(
     await executor.start()
     try:
         executor.run({"op": "run", "ticket": 1})
-        assert (await asyncio.wait_for(notes.get(), 20))["seen"] == "run"
+        assert (await asyncio.wait_for(notes.get(), extend(20)))["seen"] == "run"
         executor.confirm_note({"op": "kept", "ticket": 1})
-        assert (await asyncio.wait_for(notes.get(), 20))["seen"] == "kept"
+        assert (await asyncio.wait_for(notes.get(), extend(20)))["seen"] == "kept"
         executor.cancel(1)
         executor.confirm_note({"op": "kept", "ticket": 1})
         executor.run({"op": "run", "ticket": 2})
-        last = [await asyncio.wait_for(notes.get(), 20) for _ in range(2)]
+        last = [await asyncio.wait_for(notes.get(), extend(20)) for _ in range(2)]
         assert [(note["ticket"], note["seen"]) for note in last] == [(1, "cancel"), (2, "run")]
     finally:
         await executor.close()

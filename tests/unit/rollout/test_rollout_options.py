@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 import tokenizers
+from patience import extend
 from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
@@ -62,7 +63,7 @@ def opened(tmp_path, model):
             async def ask(evaluate=False):
                 prompt = {"columns": {"prompt": "x", "answer": "12"}, "input_ids": [5, 6], "version": "0.0"}
                 place = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "notes": {}}
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(extend(5)):
                     await worker.answer({**prompt, **place, "evaluate": evaluate, "held_out_set": ""})
                 return decode(sent[-1][4:])
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from patience import extend
 
 from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
 from hpc_rl.config.options.operations import EvaluatorConfig, HeldOutSetConfig
@@ -342,13 +343,13 @@ async def test_a_row_that_the_chat_template_refuses_ends_the_role_with_its_name(
     service.prompts = Unreadable(50)
     assert await service.batch(1, 0, 0) is None
     with pytest.raises(ConfigError, match="row 7: chat template"):
-        await asyncio.wait_for(service.run(), 5)
+        await asyncio.wait_for(service.run(), extend(5))
     held_out = make(tmp_path / "another")
     held_out.evaluations.sets[""] = Unreadable(5)
     with pytest.raises(Refused, match=r"the rollout role ends: dataset .* row 7"):
         await evaluate(held_out, WeightVersion(0, 0))
     with pytest.raises(ConfigError, match="row 7: chat template"):
-        await asyncio.wait_for(held_out.run(), 5)
+        await asyncio.wait_for(held_out.run(), extend(5))
 
 
 async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, monkeypatch):
@@ -364,7 +365,7 @@ async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, m
         with pytest.raises(Refused, match="Input/output error"):
             await service.batch(2, 0, 5)
         with pytest.raises(OSError, match="Input/output error"):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, extend(5))
     after = make(tmp_path)
     assert await after.batch(1, 0, 5) == whole
     assert decode(await after.batch(2, 0, 5)).step == 2
@@ -389,7 +390,7 @@ async def test_on_a_full_disk_the_batch_waits_for_room(tmp_path, monkeypatch, ca
         await asyncio.sleep(0.01)
     told = await service.batch(2, 0, 0.05)
     room = True
-    body = await asyncio.wait_for(first, 30)
+    body = await asyncio.wait_for(first, extend(30))
     assert told is None and "DISK FULL: " in caplog.text  # a second ask was answered: the role lives
     assert decode(body).step == 2 and not running.done() and not service.ledger.room.waiting
     running.cancel()
@@ -421,7 +422,7 @@ async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the
     asking = asyncio.create_task(service.batch(1, 0, 30))
     told = r"^the reward fails: KeyError: '63' \(mine.py:3, in near\); the last 64"
     with pytest.raises(UserCodeFailed, match=told):
-        await asyncio.wait_for(service.run(), 10)
+        await asyncio.wait_for(service.run(), extend(10))
     assert caplog.text.count("Traceback (most recent call last)") == 1
     asking.cancel()
 
@@ -820,7 +821,7 @@ async def test_a_note_that_a_seal_is_writing_is_not_kept_before_it_is_written(tm
 
     def held(fd):
         writing.set()
-        go_on.wait(10)
+        go_on.wait(extend(10))
         fsync(fd)
 
     service.executor.confirm_note = kept.append
@@ -868,7 +869,7 @@ async def test_notes_of_prompts_issued_before_new_batches_do_not_count(tmp_path)
         begin_segment()
         arrived = threading.Event()
         loop.call_soon_threadsafe(lambda: (one.on_note(note(2, 1, b"old")), arrived.set()))
-        arrived.wait(5)
+        arrived.wait(extend(5))
 
     one.ledger.begin_segment = begin_and_note
     await one.begin(1)

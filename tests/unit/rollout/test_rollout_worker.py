@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import extend
 
 from hpc_rl.config.options.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.config.options.operations import EvaluatorConfig, HeldOutSetConfig
@@ -698,7 +699,7 @@ async def test_a_call_that_is_never_started_is_bounded(monkeypatch):
     process = RewardProcess("x:y", 0.2, [sys.executable, "-c", deaf])
     await process.start()
     calls = [process.reward("p", "", {}) for _ in range(2)]
-    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), extend(20))
     assert [outcome.reason for outcome in outcomes] == ["reward_timeout"] * 2
     assert "was not started" in str(outcomes[0])
     await process.close()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from job_scripts import write_programs
+from patience import extend
 
 from hpc_rl.core.errors import SchedulerError
 from hpc_rl.schedulers import shared_query
@@ -213,7 +214,7 @@ assert seen.states["7"].state is State.RUNNING
 def test_of_processes_that_ask_at_once_one_asks_and_all_know(tmp_path):
     argv = [sys.executable, "-c", ASKER, str(tmp_path / "polling"), str(tmp_path / "log")]
     many = [subprocess.Popen(argv) for _ in range(6)]
-    assert [process.wait(60) for process in many] == [0] * 6
+    assert [process.wait(extend(60)) for process in many] == [0] * 6
     assert len((tmp_path / "log").read_text().split()) == 1
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import wait_until
+from patience import extend, wait_until
 
 pytest.importorskip("submitit")
 
@@ -48,9 +48,9 @@ def test_submitits_signal_waits_for_the_save_and_the_scripts_word(tmp_path, last
     child = start(tmp_path, SCRIPT + end)
     wait_until((tmp_path / "7.state").exists)
     child.send_signal(signal.SIGUSR2)
-    assert child.communicate(timeout=60)[0].startswith(said)
+    assert child.communicate(timeout=extend(60))[0].startswith(said)
 
 
 def test_an_end_is_an_end(tmp_path):
-    assert start(tmp_path, "exit 0\n").communicate(timeout=60)[0] == "code 0\n"
-    assert "ended with code 70" in start(tmp_path, "exit 70\n").communicate(timeout=60)[0]
+    assert start(tmp_path, "exit 0\n").communicate(timeout=extend(60))[0] == "code 0\n"
+    assert "ended with code 70" in start(tmp_path, "exit 70\n").communicate(timeout=extend(60))[0]

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from patience import extend
 
 from hpc_rl.core.errors import ConfigError, RequestRefused, RoleFailed
 from hpc_rl.core.net import bind
@@ -317,7 +318,7 @@ def publish(trial, label):
 
 
 async def until(holds):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(extend(10)):
         while not holds():
             await asyncio.sleep(0.02)
 

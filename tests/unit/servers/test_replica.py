@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+from patience import extend
 
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
@@ -118,7 +119,7 @@ async def test_a_change_is_written_at_once_and_a_pause_is_none(served, counted):
     body = {"model_path": "/weights/0.0", "weight_version": "0.0"}
     await replica.proxy.control("/update_weights_from_disk", body)
     await replica.proxy.control("/continue_generation", {})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(extend(5)):
         while names.list_leases(keys.servers("rollout"))["server/rollout/0"].value["version"] != "0.0":
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)

@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from patience import extend
 
 from hpc_rl.supervise import host_watch
 from hpc_rl.supervise.host_watch import ASK_EVERY_S, SILENT_S, HostWatch, find_answering
@@ -96,7 +97,7 @@ def test_a_watch_that_can_not_look_judges_nothing(network, monkeypatch):
     monkeypatch.setattr(host_watch, "find_answering", fails)
     monkeypatch.setattr(host_watch, "LOOK_EVERY_S", 0.0)
     watch.start()
-    assert looked_twice.wait(20)
+    assert looked_twice.wait(extend(20))
     assert watch.isolated_s == 0 and watch.measure_silence() == {}
 
 

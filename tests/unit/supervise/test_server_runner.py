@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from patience import wait_until
+from patience import extend, wait_until
 from small_configs import stored
 from toy_plans import toy_plan, toy_unit
 
@@ -81,7 +81,7 @@ class Running:
         self.code = self.job.run()
 
     def ended(self) -> tuple[int, str]:
-        self.thread.join(30)
+        self.thread.join(extend(30))
         assert not self.thread.is_alive()
         ended = load_json(self.trial.attempt("150_0.0").ended)
         assert ended["exit_code"] == self.code

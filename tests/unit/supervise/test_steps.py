@@ -247,7 +247,7 @@ def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, mo
             write_json(path, load_json(path) | change)
         (attempt.processes / "torn.json").write_text("{")
         assert kill_leftovers(attempt.trial) == []
-        assert left.wait(5) == -9
+        assert left.wait(extend(5)) == -9
         assert reused.poll() is None and elsewhere.poll() is None
     finally:
         for process in all_three:
