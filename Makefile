@@ -4,6 +4,7 @@
 # make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
 # make rows         the test of every `works` row of the parameters with that option disconnected: it must fail
 # make docs         the docs as a site, in ./site
+# make bench        this project beside its peers (some hours); writes docs/performance.md and benchmarks/results
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 # a missing Slurm, SGLang, vLLM, atroposlib, MPI or shellcheck fails instead of skipping
 export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,mpi,shellcheck
 
-.PHONY: quickstart setup format check test gpu rows docs soak clean
+.PHONY: quickstart setup format check test gpu rows docs bench soak clean
 
 quickstart: $(VENV)/train
 	$(BIN)/hpc-rl quickstart
@@ -72,6 +73,10 @@ rows: $(VENV)/dev
 docs: $(VENV)/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
+bench: $(VENV)/dev
+	tests/atropos/install.sh
+	$(BIN)/python benchmarks/side_by_side/run.py --page docs/performance.md
+
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
@@ -81,4 +86,4 @@ soak: $(VENV)/dev
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site
+	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .venv-trl .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site

@@ -4,6 +4,8 @@ Tokens that the model did not generate (prompt, tool output, padding) are not ti
 skips them. Position t belongs to token t itself.
 """
 
+import functools
+
 import torch
 
 from hpc_rl.algorithms.base import Options, RewardBatch
@@ -139,29 +141,46 @@ def compute_gae(
     A_i = d_i + discount * lambda * A_{i+1} (Schulman et al., arXiv 1506.02438, equations 11 and 16). Without
     `values_BT`, V is 0.
     """
-    # move masked tokens to the end of their row, in order
-    order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)
-    valid_BT = mask_BT.gather(1, order_BT)
-    ordered_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
+    num_rows, width = mask_BT.shape
+    count_B = mask_BT.sum(1)
+    end_B = count_B.cumsum(0)  # of a row's masked tokens, among all of them
+    at_N = mask_BT.reshape(-1).nonzero().squeeze(1)
+    # Compact the masked tokens of each row to its end, in order.
+    most = int(count_B.max()) if num_rows else 0
+    shift_B = most * torch.arange(1, num_rows + 1) - end_B
+    place_N = torch.arange(len(at_N)) + shift_B.repeat_interleave(count_B)
+    delta_N = rewards_BT.reshape(-1)[at_N].float()
     if values_BT is not None:
-        own_BT = values_BT.float().gather(1, order_BT)
-        next_BT = torch.nn.functional.pad(own_BT[:, 1:], (0, 1))
-        ordered_BT = torch.where(valid_BT, ordered_BT + discount * next_BT - own_BT, ordered_BT)
-    sums_BT = _sum_discounted(ordered_BT, discount * gae_lambda) * valid_BT
-    return torch.zeros_like(sums_BT).scatter_(1, order_BT, sums_BT)
+        own_N = values_BT.reshape(-1)[at_N].float()
+        next_N = torch.nn.functional.pad(own_N[1:], (0, int(len(own_N) > 0)))
+        next_N[end_B[count_B > 0] - 1] = 0.0
+        delta_N = delta_N + discount * next_N - own_N
+    ordered_BT = torch.zeros(num_rows * most)
+    ordered_BT[place_N] = delta_N
+    sums_BT = _sum_discounted(ordered_BT.view(num_rows, most), discount * gae_lambda)
+    out = torch.zeros(num_rows * width)
+    out[at_N] = sums_BT.reshape(-1)[place_N]
+    return out.view(num_rows, width)
+
+
+@functools.lru_cache(maxsize=8)
+def _make_powers(decay: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return decay^(source - target) below the diagonal, [BLOCK, BLOCK], and decay^BLOCK to decay^1."""
+    exponent_K = torch.arange(BLOCK, dtype=torch.float64)
+    gap_KK = (exponent_K[:, None] - exponent_K).clamp(min=0.0)  # [source, target]
+    reach_K = decay ** torch.arange(BLOCK, 0, -1, dtype=torch.float64)
+    return torch.tril((decay**gap_KK).float()), reach_K.float()
 
 
 def _sum_discounted(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
     """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, in blocks of columns."""
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)
-    exponent_K = torch.arange(BLOCK, dtype=torch.float64)
-    gap_KK = (exponent_K[:, None] - exponent_K).clamp(min=0.0)  # [source, target]
-    triangle_KK = torch.tril((decay**gap_KK).float())
+    triangle_KK, reach_K = _make_powers(decay)
     for end in range(x_BT.shape[1], 0, -BLOCK):
         start = max(end - BLOCK, 0)
         size = end - start
-        reach_K = (decay ** torch.arange(size, 0, -1, dtype=torch.float64)).float()
-        out_BT[:, start:end] = x_BT[:, start:end] @ triangle_KK[:size, :size] + carry_B1 * reach_K
+        block_BK = x_BT[:, start:end] @ triangle_KK[:size, :size]
+        out_BT[:, start:end] = block_BK.addcmul_(carry_B1, reach_K[BLOCK - size :])
         carry_B1 = out_BT[:, start : start + 1]
     return out_BT

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
-from hpc_rl.cli.outcome import collect_sources
+from hpc_rl.cli.outcome import add_fetch, collect_sources
 from hpc_rl.cli.plan_text import NOTHING_WRITTEN
 from hpc_rl.cli.samples import MAX_WIDTH, format_block
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
@@ -40,6 +40,7 @@ MAX_LINES = 20  # of the printed text, at its start and its end
 def make_parser() -> CommandParser:
     made = CommandParser(ABOUT, EPILOG)
     made.add_config()
+    add_fetch(made)
     episode = """then run the first prompt of train_dataset here, on the CPU, through model, workflow and
 reward; show what came of it, and what would be trained on"""
     made.add_flag("--episode", help=episode)
@@ -74,6 +75,7 @@ def main(args: Namespace) -> int:
     if not errors:
         options = [f"--preset={name}" for name in args.preset]
         options += [f"--cluster={args.cluster}"] if args.cluster else []
+        options += ["--fetch"] if args.fetch else []
         command = shlex.join(["hpc-rl", "submit", *args.config, *options, *args.overrides])
         found = "the episode ran; see the note for submit" if in_the_way else "nothing is refused"
         lines.append(f"ok         {found}; {NOTHING_WRITTEN}")

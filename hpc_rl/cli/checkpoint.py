@@ -3,17 +3,16 @@
 What needs torch is run by `python -m hpc_rl.tools.convert`.
 """
 
-import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import Found
+from hpc_rl.cli import export
 from hpc_rl.cli import list as listing
+from hpc_rl.cli.export import clean_up_at_sigterm
 from hpc_rl.cli.options import (
     Action,
     CommandParser,
@@ -23,31 +22,27 @@ from hpc_rl.cli.options import (
     align_columns,
     print_result,
 )
-from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import flatten_line, format_size
 from hpc_rl.trials import (
     conversion,
     published_weights,
-    submission,
     trial_index,
 )
 from hpc_rl.trials.checkpoints import (
-    check_import_end,
     check_import_source,
-    check_import_step,
     choose_checkpoint,
-    choose_export,
+    claim_for_import,
     find_damages,
     find_usual_metric,
     make_row,
     request_checkpoint,
 )
-from hpc_rl.trials.lock import TrialLock
 
 EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
-To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports. With
-`weights.history_gb` a trial also keeps the published weights of steps without a checkpoint.
+To get weights for other uses, use `hpc-rl export`; `export` here is the same. The trial's own exports are in
+<trial>/exports. With `weights.history_gb` a trial also keeps published weights of steps without a checkpoint.
 
   hpc-rl checkpoint list my-trial
   hpc-rl checkpoint verify my-trial --step 120
@@ -55,21 +50,6 @@ To get weights for other uses, use `export`; the trial's own exports are in <tri
   hpc-rl checkpoint export my-trial --to model-120 --step 120
   hpc-rl checkpoint export my-trial --version 0.137
   hpc-rl checkpoint import my-trial path/to/model --step 0"""
-
-
-@contextlib.contextmanager
-def _clean_up_at_sigterm() -> Iterator[None]:
-    """Make a SIGTERM unwind like a Ctrl-C, to remove holds and a partial export."""
-
-    def end(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleanup
-        raise SystemExit(ExitCode.KILLED_BY_SYSTEM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _make_parser(about: str, epilog: str, default: str = "") -> CommandParser:
@@ -84,7 +64,7 @@ def _make_list_parser() -> CommandParser:
         """Sizes and the manifest are checked; `verify` reads the content as well.
 The last line shows the steps whose weights `export` can rebuild from published weights.""",
     )
-    made.add_argument("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
+    made.add_metrics("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
     made.add_json("the list")
     return made
 
@@ -141,7 +121,7 @@ def _make_verify_parser() -> CommandParser:
     return made
 
 
-@_clean_up_at_sigterm()
+@clean_up_at_sigterm()
 def _verify(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     found = [choose_checkpoint(trial, args.step)] if args.step is not None else generation.scan(trial)
@@ -169,7 +149,7 @@ def _make_now_parser() -> CommandParser:
     return made
 
 
-@_clean_up_at_sigterm()
+@clean_up_at_sigterm()
 def _save_now(args: Namespace) -> int:
     trial = listing.find_trial(args.trial)
     checkpoint = request_checkpoint(trial, args.wait_s)
@@ -180,48 +160,6 @@ def _save_now(args: Namespace) -> int:
     value = {"step": checkpoint.step, "path": str(checkpoint.path)}
     print_result(args.json, value, [f"checkpoint {checkpoint.step}  {checkpoint.path}"])
     return ExitCode.DONE
-
-
-def _make_export_parser() -> CommandParser:
-    made = _make_parser(
-        "write the weights of a checkpoint or of any published version in Hugging Face format; needs no GPU",
-        """The folder can be given to servers, to transformers and as `actor.path`.
-A checkpoint needs torch. A step without one is rebuilt from the published weights, if they are still there:
-`list` shows these steps, and `weights.history_gb` keeps them.""",
-    )
-    which = made.add_mutually_exclusive_group()
-    step_help = "step of the checkpoint (default: the newest) or of published weights of the newest lineage"
-    which.add_argument("--step", type=Count, help=step_help)
-    best_help = "the checkpoint with the largest METRIC, as eval_reward"
-    which.add_argument("--best", metavar="METRIC", help=best_help)
-    version_help = "published weights by lineage and step, as 0.120"
-    which.add_argument("--version", metavar="LABEL", help=version_help)
-    to_help = "folder to write (default: <trial>/exports/checkpoint-<step> or weights-<version>)"
-    made.add_argument("--to", type=Path, metavar="FOLDER", help=to_help)
-    merge_help = "write a whole model with the trained adapter merged into it, instead of the adapter"
-    made.add_argument("--merge", action="store_true", help=merge_help)
-    made.add_json("its path")
-    return made
-
-
-@_clean_up_at_sigterm()
-def _export(args: Namespace) -> int:
-    trial = trial_index.resolve(args.trial)
-    chosen = choose_export(trial, args.step, args.best, args.version)
-    if args.merge and not isinstance(chosen, Found):
-        raise ConfigError("--merge needs a checkpoint: give the step of one, see `hpc-rl checkpoint list`")
-    if isinstance(chosen, Found):
-        name, what = f"checkpoint-{chosen.step:08d}", f"checkpoint {chosen.step} of {trial}: weights"
-    else:
-        name, what = f"weights-{chosen}", f"weights {chosen} of {trial}:"
-    there = (args.to or trial.exports / name).expanduser().absolute()
-
-    code = conversion.write_export(trial, chosen, there, args.merge)
-    if code == 0:
-        version = chosen.version if isinstance(chosen, Found) else str(chosen)
-        value = {"trial": str(trial), "step": chosen.step, "version": version, "path": str(there)}
-        print_result(args.json, value, [f"{what} written to {there}"])
-    return code
 
 
 def _make_import_parser() -> CommandParser:
@@ -237,16 +175,12 @@ To start a new trial from such weights, set actor.path (or model.path) to the fo
     return made
 
 
-@_clean_up_at_sigterm()
+@clean_up_at_sigterm()
 def _import(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
     check_import_source(source)
-    # Locked until it is committed: a start in between would not know of it.
-    with TrialLock(trial, "given an imported checkpoint") as lock:
-        submission.check_idle(trial)
-        check_import_step(trial, args.step)
-        check_import_end(trial, args.step)
+    with claim_for_import(trial, args.step) as lock:
         code = conversion.convert("import", trial, args.step, "--source", str(source), meanwhile=lock.renew)
     if code == 0:
         [resume] = trial_index.list_commands(trial, "recover")
@@ -262,6 +196,6 @@ ACTIONS = {
     "list": Action(_make_list_parser, _list_checkpoints),
     "verify": Action(_make_verify_parser, _verify),
     "now": Action(_make_now_parser, _save_now),
-    "export": Action(_make_export_parser, _export),
+    "export": Action(export.make_parser, export.main),
     "import": Action(_make_import_parser, _import),
 }

@@ -1,4 +1,4 @@
-"""`hpc-rl config completion`: the script by which a shell completes commands, options and trials."""
+"""`hpc-rl config completion`: the script by which a shell completes commands, options, trials and metrics."""
 
 from hpc_rl.cli.options import CommandParser, Namespace
 from hpc_rl.config.load.parser import add_options
@@ -11,6 +11,37 @@ INDEXED = (
     """find "${XDG_STATE_HOME:-$HOME/.local/state}/hpc-rl/trials" -name '*.json' -exec awk -F'"' """
     """'$2 == "experiment" {e = $4} $2 == "trial" {print $4; print e "/" $4}' {} + 2>/dev/null"""
 )
+# The names in the newest rows of metrics, of the trials among the words of the line, else of all trials.
+LIST_METRICS = r"""
+_hpc_rl_list_metrics() {
+  {
+    find "${XDG_STATE_HOME:-$HOME/.local/state}/hpc-rl/trials" -name '*.json' \
+      -exec awk -F'"' -v named=" $* " '
+        $2 == "dir" { dir = $4 }
+        $2 == "experiment" { experiment = $4 }
+        $2 == "trial" {
+          all = all dir "\n"
+          if (index(named, " " $4 " ") || index(named, " " experiment "/" $4 " ")) some = some dir "\n"
+        }
+        END { printf "%s", some ? some : all }' {} + |
+      while IFS= read -r dir; do tail -n 3 "$dir"/attempts/*/metrics.*.jsonl; done |
+      grep -oE '"[^"]+": *-?[0-9]' | cut -d'"' -f2 | grep -vxE 'step|time|lineage|total_steps'
+    echo held-out
+  } 2>/dev/null | sort -u
+}
+"""
+COMPLETE_METRICS = {  # names are separated by commas
+    "bash": r"""
+_hpc_rl_metrics() {
+  local before=
+  [[ $1 != *,* ]] || before="${1%,*},"
+  compgen -P "$before" -W "$(_hpc_rl_list_metrics "${COMP_WORDS[@]}")" -- "${1##*,}"
+}
+""",
+    "zsh": r"""
+_hpc_rl_metrics() { compset -P '*,'; compadd -- $(_hpc_rl_list_metrics $words) }
+""",
+}
 # Completes options of a configuration as submit does, and a.b=VALUE as --a.b, beside names of files.
 AS_SUBMIT = """
 _hpc_rl() {
@@ -47,7 +78,7 @@ complete -o bashdefault -F _hpc_rl hpc-rl
 """
 
 
-COMPLETION = """It knows commands, options and their values, and the names of trials. To use it:
+COMPLETION = """It knows commands, options and their values, the names of trials and of metrics. To use it:
   hpc-rl config completion bash > ~/.hpc-rl.bash; echo "source ~/.hpc-rl.bash" >> ~/.bashrc"""
 
 
@@ -66,6 +97,7 @@ def main(args: Namespace) -> int:
             add_options(parsers[path], cls)
     offer = {"bash": 'compgen -W "$({names})" -- "$1"', "zsh": "compadd -- $({names})"}[args.shell]
     names = f"_hpc_rl_trials() {{ {offer.format(names=INDEXED)}; }}"
-    script = parsers[()].get_completion_script(f"shtab-{args.shell}", preambles=[names])
+    preambles = [names, LIST_METRICS, COMPLETE_METRICS[args.shell]]
+    script = parsers[()].get_completion_script(f"shtab-{args.shell}", preambles=preambles)
     print(script, AS_SUBMIT if args.shell == "bash" else "", sep="\n", end="")
     return 0

@@ -19,6 +19,7 @@ __all__ = ["Namespace"]
 T = TypeVar("T", int, float)
 # The attribute by which shtab completes an argument; the function is written by `config completion`.
 TRIAL_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_trials"))
+METRIC_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_metrics"))
 CONFIG_FILES = (".yaml", ".yml", ".json")
 DELETION = re.compile(r"~[A-Za-z_][\w.]*(=.*)?", re.DOTALL)  # as in Hydra: an option that is deleted
 OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
@@ -75,6 +76,10 @@ class CommandParser(ArgumentParser):
     def add_completed(self, name: str, **settings: Any) -> None:
         """Declare an argument that the shell completes with the names of trials."""
         setattr(self.add_argument(name, **settings), *TRIAL_NAMES)
+
+    def add_metrics(self, name: str, **settings: Any) -> None:
+        """Declare an argument that the shell completes with the names of metrics of the user's trials."""
+        setattr(self.add_argument(name, **settings), *METRIC_NAMES)
 
     def add_config(self) -> None:
         """Declare where a configuration comes from, and its options."""

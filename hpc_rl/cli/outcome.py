@@ -17,7 +17,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.trials import submission, trial_index
 from hpc_rl.trials.checklist import Planned
 from hpc_rl.trials.first_start import Recovery
-from hpc_rl.trials.prepare import ConfigSources
+from hpc_rl.trials.prepare import ConfigSources, fetch_from_hub
 from hpc_rl.trials.submission import Submission
 from hpc_rl.trials.surrounding_job import is_inside
 
@@ -46,8 +46,25 @@ def add_config_and_print(parser: CommandParser) -> None:
 
 
 def collect_sources(args: Namespace) -> ConfigSources:
-    """Return the configuration that the arguments of a command name."""
-    return ConfigSources(args.argv[0], args.config, args.overrides, args.preset, args.cluster)
+    """Return the configuration that the arguments of a command name.
+
+    With --fetch, it has the paths of fetched models and data sets; a line on standard error names each.
+    Raises ConfigError.
+    """
+    sources = ConfigSources(args.argv[0], args.config, args.overrides, args.preset, args.cluster)
+    if not args.get("fetch"):
+        return sources
+    sources, fetched = fetch_from_hub(sources)
+    for one in fetched:
+        at = f"{one.named.name} at commit {one.commit}"
+        print(f"fetched    {one.named.option}: {at}, in {one.path}", file=sys.stderr)
+    return sources
+
+
+def add_fetch(parser: CommandParser) -> None:
+    """Declare --fetch."""
+    text = "download models and data sets that are named as OWNER/NAME[@REVISION], and use their commit"
+    parser.add_flag("--fetch", help=text)
 
 
 def submit_and_report(

@@ -2,12 +2,18 @@
 
 import difflib
 import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.cli.report import find_named_trials, make_unique_names
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.stats.read import HELD_OUT, History, is_held_out, load_history
+from hpc_rl.stats.read import HELD_OUT, Curve, History, is_held_out, load_history
 from hpc_rl.status.curve import draw_plot, smooth
+from hpc_rl.status.goodput import compute_goodput
+from hpc_rl.status.progress import AXES, STEP, get_axis_title, measure_progress, move_to_axis
+from hpc_rl.status.trial_status import load_status
 
 HEIGHT = 16  # lines of a chart
 MAX_WIDTH = 120
@@ -16,10 +22,29 @@ EPILOG = """Metrics are the names in metrics.<incarnation>.jsonl, such as reward
 seq_len, staleness_mean, step_s; held-out stands for evaluations. Separate several names by commas."""
 
 
+@dataclass
+class Axis:
+    """The horizontal axis of the charts."""
+
+    name: str
+    on_gpus: bool = False
+    progress: dict[str, Curve] = field(default_factory=dict)  # by the name of the trial
+
+    @property
+    def title(self) -> str:
+        return get_axis_title(self.name, self.on_gpus)
+
+    def move(self, trial: str, curve: Curve) -> Sequence[tuple[float, float]]:
+        return curve if self.name == STEP else move_to_axis(curve, self.progress[trial])
+
+
 def make_parser() -> CommandParser:
     made = CommandParser("Plot metrics of trials in the terminal, those of several in one chart.", EPILOG)
     made.add_trials("the one that runs, else the newest")
-    made.add_argument("--metric", metavar="NAMES", help="what to plot (default: held-out,reward; else loss)")
+    what = "what to plot (default: held-out,reward; else loss)"
+    made.add_metrics("--metric", metavar="NAMES", help=what)
+    axis = "horizontal axis (default: step); hours are those that nodes were held"
+    made.add_argument("--x", choices=AXES, default=STEP, help=axis)
     made.add_argument(
         "--smooth",
         type=Count,
@@ -32,7 +57,15 @@ def make_parser() -> CommandParser:
 
 def main(args: Namespace) -> int:
     trials = find_named_trials(args.trial)
-    histories = dict(zip(make_unique_names(trials), map(load_history, trials), strict=True))
+    names = make_unique_names(trials)
+    histories = dict(zip(names, map(load_history, trials), strict=True))
+    axis = Axis(args.x)
+    if args.x != STEP:
+        now = time.time()
+        uses = [compute_goodput(load_status(trial), now) for trial in trials]
+        axis.on_gpus = any(use.on_gpus for use in uses)
+        for name, use in zip(names, uses, strict=True):
+            axis.progress[name] = measure_progress(args.x, histories[name], use)
     known = {name: None for history in histories.values() for name in history.metrics()}
     wanted = [name.strip() for name in args.metric.split(",")] if args.metric else []
     for name in wanted:
@@ -43,7 +76,7 @@ def main(args: Namespace) -> int:
         print(f"{', '.join(histories)}: no metrics are written yet")
         return ExitCode.DONE
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    print("\n\n".join(draw_chart(histories, name, args.smooth, width) for name in wanted))
+    print("\n\n".join(draw_chart(histories, name, args.smooth, width, axis) for name in wanted))
     return ExitCode.DONE
 
 
@@ -59,15 +92,13 @@ def check_metric(name: str, known: list[str]) -> None:
         raise ConfigError(f"--metric {name} is not a metric of these trials; {hint}")
 
 
-def draw_chart(histories: dict[str, History], metric: str, num_smoothed: int, width: int) -> str:
+def draw_chart(histories: dict[str, History], metric: str, num_smoothed: int, width: int, axis: Axis) -> str:
     """Return one metric of all trials that have it."""
-    curves = {name: history.curve(metric) for name, history in histories.items()}
-    lines = {
-        name if len(curves) > 1 else metric: smooth(
-            points, 1 if is_held_out(metric) else max(1, num_smoothed)
-        )
-        for name, points in curves.items()
-        if points
+    num_steps = 1 if is_held_out(metric) else max(1, num_smoothed)
+    curves = {
+        name: axis.move(name, smooth(history.curve(metric), num_steps)) for name, history in histories.items()
     }
+    lines = {name if len(curves) > 1 else metric: points for name, points in curves.items() if points}
     without = ", ".join(name for name, points in curves.items() if not points)
-    return draw_plot(lines, {}, metric, width, HEIGHT) + (f"\nwithout {metric}: {without}" if without else "")
+    chart = draw_plot(lines, {}, metric, width, HEIGHT, x_title=axis.title)
+    return chart + (f"\nwithout {metric}: {without}" if without else "")

@@ -8,6 +8,7 @@ from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_js
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import Trial, write_atomic
 from hpc_rl.status.formatting import flatten_line
+from hpc_rl.status.headline import make_headline
 from hpc_rl.status.scheduler_view import load_current_status
 from hpc_rl.status.trial_report import (
     TrialReport,
@@ -103,6 +104,8 @@ def format_text(reports: list[TrialReport]) -> list[str]:
     if len(reports) > 1 and (found := find_differences(reports)):
         head = ["option that differs", *(report.name for report in reports)]
         lines += [*align_columns([head, *([name, *cells] for name, cells in found)]), ""]
+    if headline := make_headline(reports):
+        lines += [headline, ""]
     lines += align_columns([*header, *([name, *cells] for name, cells in make_fact_rows(reports))])
     if rows := make_goodput_rows(reports):
         lines += [

@@ -39,6 +39,9 @@ def make_parser() -> CommandParser:
     made.add_flag("--eval", help="those of evaluations, not of steps")
     made.add_flag("--best", help="highest rewards first")
     made.add_flag("--worst", help="lowest rewards first")
+    made.add_argument(
+        "--search", metavar="TEXT", help="with a text in prompt, completion or columns, of all steps"
+    )
     made.add_argument("--reward", metavar="A..B", help="with a reward from A to B; either may be missing")
     made.add_argument(
         "-n", type=Count, metavar="N", help=f"how many (default: {DEFAULT_N}; with --jsonl all)"
@@ -52,8 +55,10 @@ def main(args: Namespace) -> int:
     trial = listing.find_trial(args.trial)
     kept = [one for one in load_samples(trial) if one.evaluation == args.eval]
     is_sorted = args.best or args.worst
-    every = args.step is None and (args.all or is_sorted)
+    every = args.step is None and (args.all or is_sorted or args.search)
     found = [one for one in select_step(kept, args.step, every) if least <= one.reward <= most]
+    if args.search:
+        found = [one for one in found if has_text(one, args.search)]
     if is_sorted:
         found.sort(key=lambda one: one.reward, reverse=bool(args.best))
     if args.jsonl:
@@ -81,6 +86,12 @@ def _parse_bounds(text: str | None) -> tuple[float, float]:
     if bounds[0] > bounds[1] or (text is not None and not dots):
         raise ConfigError(f"--reward is {text!r}; it must be A..B, such as 0.5..1, ..0 or 1..")
     return bounds
+
+
+def has_text(one: Sample, text: str) -> bool:
+    """Return whether a text is in the prompt, the completion or a column, in any case of letters."""
+    texts = (one.prompt, one.completion, *map(one.format_column, one.columns))
+    return any(text.casefold() in part.casefold() for part in texts)
 
 
 def _describe_nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:

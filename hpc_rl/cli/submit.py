@@ -6,6 +6,7 @@ from hpc_rl.cli.outcome import (
     EPILOG,
     NO_CHECK,
     add_config_and_print,
+    add_fetch,
     add_outcome,
     collect_sources,
     submit_and_report,
@@ -24,6 +25,7 @@ def make_parser() -> CommandParser:
         "Check a configuration, plan it, and submit it as a job. Returns at once.", EPILOG
     )
     add_config_and_print(command)
+    add_fetch(command)
     command.add_flag(
         "--dry_run",
         help="stop before anything is written; show the plan and its needs, or all refusals",

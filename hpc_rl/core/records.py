@@ -27,6 +27,7 @@ import re
 import socket
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -453,3 +454,12 @@ class ProcessFile:
 
 
 _PROCESS_FILE = re.compile(r"(client-)?([a-z]+)-(\d+)\.(\d+)(?:-rank(\d+))?\.(?:json|log)")
+
+
+def flatten(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested options by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flatten(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
+    return found

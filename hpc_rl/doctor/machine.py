@@ -40,7 +40,8 @@ ROLE_VARIABLE = b"HPC_RL_STEPS="
 # All that a trial may need of an interpreter.
 PACKAGES = (
     "torch", "transformers", "safetensors", "megatron-core", "flash-attn", "flash-attn-3", "sglang", "vllm",
-    "tensorboard", "wandb", "swanlab", "math-verify", "pyarrow", "datasets",
+    "tensorboard", "wandb", "swanlab", "mlflow", "mlflow-skinny", "trackio", "math-verify", "pyarrow",
+    "datasets",
 )  # fmt: skip
 VERSIONS_PROGRAM = """
 import importlib.metadata, json, sys

@@ -7,6 +7,8 @@ import importlib
 import json
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import is_full
+from hpc_rl.core.records import flatten
 from hpc_rl.core.refusal import Kind, Refusal
 
 logger = logging.getLogger(__name__)
@@ -105,6 +108,8 @@ OF_UPDATE = {  # metrics of the update; other metrics of a step with a reward be
 }  # fmt: skip
 
 
+TRIAL_TAG = "hpc_rl.trial"  # of a run in MLflow: the directory of its trial
+MAX_PARAMETER = 6000  # characters of a parameter in MLflow
 EVALUATED_STEP = "evaluated_step"  # in wandb: the x-axis of evaluations
 
 
@@ -196,7 +201,8 @@ class RunIdentity:
 
     experiment_name: str
     trial_name: str
-    folder: Path  # for the service's files
+    folder: Path  # of the attempt, for the service's files
+    trial_folder: Path  # for files that all attempts share
     config: Mapping[str, Any]
 
 
@@ -263,8 +269,80 @@ class SwanlabSink:
         return {}
 
 
+class MLflowSink:
+    """MLflow; all attempts of a trial share one run. `settings` is the section `stats_logger.mlflow`.
+
+    MLflow sends metrics in its own thread. If its server fails, it logs an error and training continues.
+    """
+
+    def __init__(self, who: RunIdentity, settings: Any) -> None:
+        self._mlflow = mlflow = _import_package("mlflow", "stats_logger.mlflow.mode", settings.mode)
+        if settings.mode == "local":
+            # MLflow 3 refuses stores of files, which it keeps for old runs, unless this is set; a database
+            # would need the whole package, and locks on the shared file system
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+            mlflow.set_tracking_uri(Path(settings.logdir or who.trial_folder / "mlflow").absolute().as_uri())
+        elif settings.tracking_uri:
+            mlflow.set_tracking_uri(settings.tracking_uri)
+        experiment = mlflow.set_experiment(settings.experiment or who.experiment_name)
+        self._id = self._find_run(experiment.experiment_id, str(who.trial_folder))
+        if self._id:
+            mlflow.start_run(run_id=self._id)
+            return
+        tags = {TRIAL_TAG: str(who.trial_folder), **(settings.tags or {})}
+        self._id = mlflow.start_run(run_name=settings.name or who.trial_name, tags=tags).info.run_id
+        options = flatten(who.config if settings.config is None else settings.config)
+        mlflow.log_params({_clean_name(name): str(value)[:MAX_PARAMETER] for name, value in options.items()})
+
+    def _find_run(self, experiment_id: str, trial: str) -> str:
+        """Return the id of the run that an earlier attempt began, or ''."""
+        found = self._mlflow.search_runs([experiment_id], output_format="list")
+        return next((run.info.run_id for run in found if run.data.tags.get(TRIAL_TAG) == trial), "")
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        numbers = {_clean_name(name): float(value) for name, value in _select_numbers(scalars).items()}
+        self._mlflow.log_metrics(numbers, step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._mlflow.flush_async_logging()
+        self._mlflow.end_run()
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+
+class TrackioSink:
+    """Trackio; all attempts of a trial share one run. `settings` is the section `stats_logger.trackio`."""
+
+    def __init__(self, who: RunIdentity, settings: Any) -> None:
+        os.environ["TRACKIO_DIR"] = str(settings.logdir or who.trial_folder / "trackio")  # read by the import
+        self._trackio = _import_package("trackio", "stats_logger.trackio.mode", settings.mode)
+        self._trackio.init(
+            project=settings.project or who.experiment_name,
+            name=settings.name or who.trial_name,
+            space_id=settings.space_id,
+            config=dict(who.config) if settings.config is None else settings.config,
+            resume="allow",
+            embed=False,  # in no notebook
+        )
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        self._trackio.log(_select_numbers(scalars), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
 # section of `stats_logger` -> its sink
-SERVICES: dict[str, Callable[..., StatsSink]] = {"wandb": WandBSink, "swanlab": SwanlabSink}
+SERVICES: dict[str, Callable[..., StatsSink]] = {
+    "wandb": WandBSink,
+    "swanlab": SwanlabSink,
+    "mlflow": MLflowSink,
+    "trackio": TrackioSink,
+}
 
 
 def _import_package(package: str, option: str, value: str) -> Any:
@@ -274,6 +352,11 @@ def _import_package(package: str, option: str, value: str) -> Any:
         why = f"needs {package}, which is not installed ({error})"
         use = f"`pip install 'hpc-rl[{package}]'`, or set it to disabled"
         raise ConfigError(Refusal(option=option, value=value, kind=Kind.MACHINE, why=why, use=use)) from error
+
+
+def _clean_name(name: str) -> str:
+    """Return a name that MLflow accepts, as `eval_pass_8` for `eval_pass@8`."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _select_numbers(scalars: Scalars) -> dict[str, float | int]:

@@ -7,6 +7,7 @@ from typing import Any
 from hpc_rl.core.errors import ConfigError
 
 Points = Sequence[tuple[int, float]]
+Places = Sequence[tuple[float, float]]  # points on any axis
 
 
 def smooth(points: Points, num_steps: int) -> list[tuple[int, float]]:
@@ -25,15 +26,18 @@ def make_learning_curve(train: Points, heldout: Points, measure: str = "reward")
 
 
 def draw_plot(
-    lines: Mapping[str, Points],
-    dots: Mapping[str, Points],
+    lines: Mapping[str, Places],
+    dots: Mapping[str, Places],
     title: str,
     width: int,
     height: int,
     scale: tuple[float, float] | None = None,
     ticks: list[float] | None = None,
+    x_title: str = "step",
 ) -> str:
     """Return a text plot of named series of (step, value), `width` columns wide and `height` lines high.
+
+    `x_title`: what stands in place of the steps, if not steps.
 
     Raises ConfigError if plotext is not installed.
     """
@@ -54,13 +58,14 @@ def draw_plot(
             plot.scatter(*zip(*points, strict=True), label=label, marker="●")
     steps = [step for points in (*lines.values(), *dots.values()) for step, _ in points]
     last = max(steps, default=1)
-    plot.xticks(sorted({round(last * part / 5) for part in range(6)}))
-    plot.xlabel("step")
+    fifths = [last * part / 5 for part in range(6)]
+    plot.xticks(sorted({round(tick) if last >= 5 else float(f"{tick:.3g}") for tick in fifths}))
+    plot.xlabel(x_title)
     plot.ylabel(title)
     return "\n".join(line.rstrip() for line in plot.uncolorize(plot.build()).rstrip().splitlines())
 
 
-def pick_next_marker(count: int, label: str, lines: Mapping[str, Points]) -> str:
+def pick_next_marker(count: int, label: str, lines: Mapping[str, Places]) -> str:
     """Return the next sign for one of several lines without colour; a single line is drawn finer."""
     return "braille" if count == 1 else "abcdefgh"[list(lines).index(label) % 8]
 

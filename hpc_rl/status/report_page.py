@@ -18,6 +18,8 @@ from hpc_rl.stats.read import HELD_OUT, is_held_out
 from hpc_rl.status.curve import smooth
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
+from hpc_rl.status.headline import make_headline
+from hpc_rl.status.progress import AXES, get_axis_title, measure_progress
 from hpc_rl.status.trial_report import (
     TrialReport,
     find_differences,
@@ -64,6 +66,7 @@ MIN_SMOOTHED = 40  # curves with fewer points have no mean
 NUM_COLUMNS = 4  # steps or evaluations in a row
 NUM_PROMPTS = 3  # that are shown at each of them
 MAX_TEXT = 2000  # characters of a prompt or completion
+MAX_SEARCHED = 1000  # completions that a page searches
 
 
 def make_page(reports: Sequence[TrialReport], now: float) -> str:
@@ -97,7 +100,10 @@ def make_page(reports: Sequence[TrialReport], now: float) -> str:
         figures=format_script(
             {name: figure for name, figure in make_figures(reports).items() if figure["data"]}
         ),
+        headline=make_headline(reports),
         others=format_script(list_other_curves(reports)),
+        axes=format_script(list_axes(reports)),
+        searched=format_script(list_searched(reports)),
         colors=format_script(LINES),
         has_curves=any(report.history.metrics() for report in reports),
         plotly=jinja2.utils.markupsafe.Markup(get_plotlyjs()),
@@ -159,7 +165,7 @@ def make_curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, 
         steps, values = make_columns(thin_out(curve))
         mode = "lines+markers" if len(steps) < 30 else "lines"
         line = {"color": LINES[number % len(LINES)]}
-        trace = {"x": steps, "y": values, "name": report.name, "mode": mode, "line": line}
+        trace = {"x": steps, "y": values, "name": report.name, "mode": mode, "line": line, "meta": number}
         if num_steps > 1:  # the values themselves are pale behind their mean
             traces.append(trace | {"opacity": 0.25, "showlegend": False, "hoverinfo": "skip"})
             steps, values = make_columns(thin_out(smooth(curve, num_steps)))
@@ -182,6 +188,34 @@ def list_other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
         name: [(report.name, *make_columns(thin_out(report.history.curve(name)))) for report in reports]
         for name in names
     }
+
+
+def list_axes(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
+    """Return the axes that every trial has: a title, and for each trial a pair of steps and amounts.
+
+    The first pair is the step before the first one, and 0. The page interpolates between pairs.
+    """
+    found = {}
+    on_gpus = any(report.goodput.on_gpus for report in reports)
+    for axis in AXES:
+        curves = [measure_progress(axis, report.history, report.goodput) for report in reports]
+        if all(curves):
+            begun = [thin_out([(curve[0][0] - 1, 0.0), *curve]) for curve in curves]
+            found[axis] = {"title": get_axis_title(axis, on_gpus), "places": list(map(make_columns, begun))}
+    return found
+
+
+def list_searched(reports: Sequence[TrialReport]) -> list[dict[str, Any]]:
+    """Return the completions that the page searches, at most MAX_SEARCHED, from the whole training."""
+    room = MAX_SEARCHED // len(reports)
+    found = []
+    for report in reports:
+        every = -(-len(report.samples) // room) or 1
+        for one in report.samples[::-1][::every][::-1]:
+            what = "held-out" if one.evaluation else "training"
+            cell = _format_cell(one, with_prompt=True)
+            found.append(cell | {"facts": f"{report.name}, {what}, {cell['facts']}"})
+    return found
 
 
 def make_columns(curve: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

@@ -20,6 +20,7 @@ from hpc_rl.status.formatting import flatten_line, format_duration, format_numbe
 from hpc_rl.status.goodput import RECENT_STEPS, describe_steps
 from hpc_rl.status.rollout_report import describe_rollout, list_problems
 from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.status.trial_report import is_own
 from hpc_rl.status.trial_status import TrialStatus, find_replica_names
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -27,6 +28,7 @@ LABEL = 10  # columns of the first word of a line
 MAX_UNITS = 12  # replicas with a line each; more are counted
 MAX_CURVE = 120  # columns
 MAX_WIDTH = 160  # columns
+MAX_OWN = 8  # metrics of the user's reward and workflow
 CURVES = ("reward", HELD_OUT, "loss")
 
 
@@ -102,7 +104,8 @@ def describe_trial(view: TrialView, width: int, details: bool = True) -> list[st
     """Return a trial as lines of at most `width` columns; with `details` also its roles."""
     status = view.status
     found = [format_headline(status), *describe_times(view)]
-    for metric in CURVES:
+    own = [name for name in status.history.metrics() if is_own(name)][:MAX_OWN] if details else []
+    for metric in (*CURVES, *own):
         found += draw_curve_line(status, metric, width)
     found += describe_progress(view)
     if status.rollout is not None and status.live is not None:
@@ -168,8 +171,8 @@ def draw_curve_line(status: TrialStatus, metric: str, width: int) -> list[str]:
     name = f"{metric} {status.history.held_out[0]}" if metric == HELD_OUT else metric
     if len(name) >= LABEL:
         name = metric
-    value = f"{format_number(values[-1]):<9}"
-    return [format_label(name, value + draw_sparkline(values, min(MAX_CURVE, width - LABEL - len(value))))]
+    label = format_label(f"{name} " if len(name) >= LABEL else name, f"{format_number(values[-1]):<9}")
+    return [label + draw_sparkline(values, min(MAX_CURVE, width - len(label)))]
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.core.records import TrialState
+from hpc_rl.core.records import TrialState, flatten
 from hpc_rl.core.trial import load_object
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.stats.kept_samples import Sample, load_samples
@@ -50,19 +50,10 @@ def make_report(name: str, status: TrialStatus, now: float) -> TrialReport:
     )
 
 
-def flatten(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested options by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flatten(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
-    return found
-
-
 def find_differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
     """Return the options that differ between trials, each with the value of every trial."""
     options = {name: None for report in reports for name in report.config}
-    values = [(name, [_format_value(report.config, name) for report in reports]) for name in options]
+    values = [(name, [format_option(report.config, name) for report in reports]) for name in options]
     return [
         (name, shown)
         for name, shown in values
@@ -72,7 +63,8 @@ def find_differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str
     ]
 
 
-def _format_value(config: Mapping[str, Any], name: str) -> str:
+def format_option(config: Mapping[str, Any], name: str) -> str:
+    """Return the value of an option as a report shows it."""
     return "null" if name in config and config[name] is None else str(config.get(name, NOT_SET))
 
 

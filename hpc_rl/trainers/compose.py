@@ -284,7 +284,7 @@ def _make_run(
         tensorboard = config.stats_logger.tensorboard.path
         folder = Path(tensorboard).expanduser() if tensorboard else start.trial.tensorboard
         stored = redact(load_json(start.trial.config_json) or {})
-        who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
+        who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, start.trial.dir, stored)
         metrics = attempt.metrics(start.incarnation)
         run.sinks = open_sinks(metrics, folder, run.step, who, config.stats_logger)
         stack.callback(run.sinks.close)

@@ -21,7 +21,9 @@ from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.trials import submission
 from hpc_rl.trials.first_start import check_end, list_sound_steps
+from hpc_rl.trials.lock import TrialLock
 from hpc_rl.trials.published_weights import (
     choose_version,
     describe_versions,
@@ -114,6 +116,19 @@ def check_import_end(trial: Trial, step: int) -> None:
         raise ConfigError(f"{trial.config_json} is missing or damaged; {fix}")
     loaded = from_dict(config)
     check_end(step, trial, loaded, compute_fingerprint(*list_training_paths(loaded)).get("rows"))
+
+
+@contextmanager
+def claim_for_import(trial: Trial, step: int) -> Iterator[TrialLock]:
+    """Lock a trial while a checkpoint is imported: a start in between would not know of it.
+
+    Raises TrialBusy, TrialStateError, ConfigError.
+    """
+    with TrialLock(trial, "given an imported checkpoint") as lock:
+        submission.check_idle(trial)
+        check_import_step(trial, step)
+        check_import_end(trial, step)
+        yield lock
 
 
 def make_row(one: Found) -> dict[str, Any]:

@@ -25,8 +25,16 @@ def require_torch(why: str) -> None:
         raise ConfigError(f"{why}, and torch is not installed: pip install 'hpc-rl[train]'")
 
 
-def write_export(trial: Trial, chosen: Weights, there: Path, merge: bool = False) -> int:
+def write_export(
+    trial: Trial,
+    chosen: Weights,
+    there: Path,
+    merge: bool = False,
+    add_files: Callable[[Path], object] = lambda _folder: None,
+) -> int:
     """Write the weights of a checkpoint or a published version to a new folder; return the exit code.
+
+    `add_files` writes more into the folder before it gets its name.
 
     Raises CannotWrite, Damaged, NothingToResume.
     """
@@ -34,8 +42,12 @@ def write_export(trial: Trial, chosen: Weights, there: Path, merge: bool = False
     def write(folder: Path) -> int:
         if isinstance(chosen, Found):
             merged = ["--merge"] if merge else []
-            return convert("export", trial, chosen.step, "--to", str(folder), *merged)
-        published_weights.write_export(trial, chosen, folder)
+            code = convert("export", trial, chosen.step, "--to", str(folder), *merged)
+            if code != 0:
+                return code
+        else:
+            published_weights.write_export(trial, chosen, folder)
+        add_files(folder)
         return ExitCode.DONE
 
     # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.

@@ -26,7 +26,12 @@ from hpc_rl.plan.schema import Plan, Unit
 
 NEEDED = ("torch", "transformers", "safetensors")
 SERVER_VERSIONS = {"sglang": sglang_versions.FLAGS, "vllm": vllm_versions.FLAGS}
-LOGGERS = ("wandb", "swanlab")
+LOGGERS = {  # section of stats_logger -> the packages of which one is needed
+    "wandb": ("wandb",),
+    "swanlab": ("swanlab",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio",),
+}
 _OF_PACKAGES = ("launcher.modules", "launcher.setup")
 _OWN = f"{', '.join(_OF_PACKAGES)} or PYTHONPATH must bring it"
 
@@ -61,9 +66,9 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
     if found is None or isinstance(found, str):
         return
     wanted: list[tuple[str, str, str, str, str]] = []  # role, option, value, package, extra
-    for name in LOGGERS:
+    for name, packages in LOGGERS.items():
         mode = getattr(config.stats_logger, name).mode
-        if mode != "disabled":
+        if mode != "disabled" and not any(package in found for package in packages):
             wanted.append(("trainer", f"stats_logger.{name}.mode", mode, name, name))
     role = "rollout" if isinstance(config, GRPOConfig) else "trainer"
     if isinstance(config, GRPOConfig) and "math_verify" in config.rollout.reward_functions:

@@ -37,6 +37,7 @@ from hpc_rl.trials.checklist import (
     refuse_unreadable,
 )
 from hpc_rl.trials.first_start import FirstStart, Recovery
+from hpc_rl.trials.hub import Fetched, fetch_all
 from hpc_rl.trials.lock import check_unlocked
 from hpc_rl.trials.surrounding_job import SurroundingJob, refuse_misfit
 
@@ -83,6 +84,16 @@ def load_config(sources: ConfigSources) -> Loaded:
             row.refusal or row.detail for row in rows if not any(map(error.is_unknown, row.options))
         ]
         raise ConfigError(*{str(one): one for one in (*error.refusals, *independent)}.values()) from None
+
+
+def fetch_from_hub(sources: ConfigSources) -> tuple[ConfigSources, list[Fetched]]:
+    """Fetch what a configuration names on the hub.
+
+    Returns the configuration with the paths of the fetched files in place of the names. Raises ConfigError.
+    """
+    fetched = fetch_all(load_config(sources).config)
+    paths = [f"{one.named.option}={one.path}" for one in fetched]
+    return replace(sources, overrides=[*sources.overrides, *paths]), fetched
 
 
 def load_stored(trial: Trial, overrides: Sequence[str]) -> Loaded:

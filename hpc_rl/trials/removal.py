@@ -21,6 +21,8 @@ HOLDS = {
     "exports": "exports",
     "attempts": "logs and metrics",
     "tensorboard": "logs and metrics",
+    "mlflow": "logs and metrics",
+    "trackio": "logs and metrics",
 }
 REST = "records and scripts"
 

@@ -18,6 +18,7 @@ PROBE_PREFIX = ".hpc-rl-probe-"
 # Beside the directory of the trial. A trial without these options writes into that directory alone.
 WRITTEN = (
     "cluster.name_resolve.nfs_record_root", "stats_logger.tensorboard.path", "stats_logger.swanlab.logdir",
+    "stats_logger.mlflow.logdir", "stats_logger.trackio.logdir",
 )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+SIDE_BY_SIDE = ROOT / "benchmarks" / "side_by_side"
+BENCHMARKS = [*sorted((ROOT / "benchmarks").glob("*.py")), SIDE_BY_SIDE / "run.py"]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -46,3 +47,45 @@ def test_methods_learn_their_toys(tmp_path):
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [*cases] == chosen
     assert all(case["seeds"]["1"]["steps"] for case in cases.values()), cases
+
+
+def test_the_page_has_the_table_of_the_stored_result():
+    run = runpy.run_path(str(SIDE_BY_SIDE / "run.py"))
+    record = json.loads((ROOT / "benchmarks/results/side_by_side.json").read_text())
+    assert run["format_table"](record) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_packing_and_advantages_are_compared_with_the_peers_algorithms(tmp_path):
+    options = [
+        "--only",
+        "packing",
+        "gae-one",
+        "gae-random",
+        "gae-turns",
+        "--quick",
+        "--out",
+        tmp_path / "out.json",
+    ]
+    (tmp_path / "page.md").write_text(
+        "Before.\n<!-- begin of the table of benchmarks/side_by_side -->\nold\n<!-- end of the table -->\nAfter.\n"
+    )
+    command = [sys.executable, SIDE_BY_SIDE / "run.py", *options, "--page", tmp_path / "page.md"]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert all(case["ratio"]["min"] > 0 for case in cases.values())
+    assert cases["packing"]["groups"]["ours"] <= cases["packing"]["groups"]["peer"]
+    page = (tmp_path / "page.md").read_text()
+    assert "| packing 10,000 rows" in page and "old" not in page and page.endswith("\nAfter.\n")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_comparison_with_peers_runs(tmp_path):
+    """All cases, one pair each; the first run installs TRL."""
+    command = [sys.executable, SIDE_BY_SIDE / "run.py", "--quick", "--out", tmp_path / "out.json"]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert {"grpo-cold", "grpo-warm", "grpo-learn", "packing", "atropos", "import", "help"} <= cases.keys()
+    assert all(case["ratio"]["min"] > 0 for case in cases.values())
+    (pair,) = cases["grpo-cold"]["pairs"]
+    assert pair["ours_tokens"] == pytest.approx(pair["peer_tokens"], rel=0.1), "the work is equal"

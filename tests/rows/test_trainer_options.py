@@ -315,9 +315,20 @@ def test_metrics_go_where_they_are_asked_for(trained, trainer, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", made)
     other = SimpleNamespace(init=init("swanlab"), log=lambda *_, **__: None, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "swanlab", other)
-    wanted = ["tensorboard.path=HERE/board", "wandb.mode=offline", "wandb.tags=[a]", "swanlab.mode=local"]
+    trackio = SimpleNamespace(init=init("trackio"), log=ignore, finish=ignore)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    wanted = [
+        "trackio.mode=local",
+        "trackio.name=n",
+        "tensorboard.path=HERE/board",
+        "wandb.mode=offline",
+        "wandb.tags=[a]",
+        "swanlab.mode=local",
+    ]
     trained(trainer, *(f"stats_logger.{one}" for one in wanted))
     assert runs["wandb"]["tags"] == ["a"] and runs["swanlab"]["mode"] == "local"
+    assert runs["trackio"]["name"] == "n"
     assert list((tmp_path / "board").iterdir())
 
 

@@ -48,7 +48,6 @@ _SECTIONS = (
     "scheduler",
     "rollout.agent",
     "rollout.openai",
-    "stats_logger.trackio",
     "actor.rejection_sampling",
     *(f"{model}.{name}" for model in MODELS for name in ("archon", "archon.fp8_config", "ds_auto_tp")),
 )

@@ -235,15 +235,6 @@ NAMES: dict[str, OtherName] = {
         OtherName(idle=(False,), why="a checkpoint always has the state of the optimizer"),
     ),
     "saver.mode": OtherName(idle=(ANY,), why="exports are always written during the next steps"),
-    **{
-        f"stats_logger.trackio.{name}": OtherName(idle=idle, why="use stats_logger.wandb or swanlab")
-        for name, idle in (
-            ("mode", ("disabled",)),
-            ("name", (ANY,)),
-            ("project", (ANY,)),
-            ("space_id", (ANY,)),
-        )
-    },
 }
 NAMES |= {
     name.replace("{model}", model): OtherName(

@@ -199,6 +199,49 @@ class SwanlabConfig:
 
 
 @dataclass(kw_only=True)
+class MLflowConfig:
+    """MLflow, in addition to the files that are always written."""
+
+    mode: Literal["online", "local", "disabled"] = "disabled"
+    """`online` sends metrics to a server, `local` writes files for `mlflow ui`, `disabled` does neither.
+    hpc-rl extension."""
+    tracking_uri: str = ""
+    """URI of the server in mode online; empty means MLFLOW_TRACKING_URI of the job. hpc-rl extension."""
+    experiment: str | None = None
+    """Experiment; null means the experiment name. hpc-rl extension."""
+    name: str | None = None
+    """Name of the run; null means the trial name. A restart continues the same run. hpc-rl extension."""
+    tags: dict[str, str] | None = None
+    """Tags of the run. hpc-rl extension."""
+    config: dict[str, Any] | None = None
+    """Parameters stored with the run; null means the whole configuration, secrets redacted. hpc-rl
+    extension."""
+    logdir: PathText | None = None
+    """Directory of its files in mode local; null means `mlflow/` in the trial's. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class TrackioConfig:
+    """Trackio, in addition to the files that are always written."""
+
+    mode: Literal["online", "local", "disabled"] = "disabled"
+    """`online` sends metrics to a Space of Hugging Face, `local` writes files for `trackio show`, `disabled`
+    does neither."""
+    space_id: str | None = None
+    """The Space, as `user/space`, in mode online. Run `hf auth login`, or export HF_TOKEN before submitting.
+    """
+    project: str | None = None
+    """Project; null means the experiment name."""
+    name: str | None = None
+    """Name of the run; null means the trial name. A restart continues the same run."""
+    config: dict[str, Any] | None = None
+    """Configuration stored with the run; null means the whole configuration, secrets redacted. hpc-rl
+    extension."""
+    logdir: PathText | None = None
+    """Directory of its files; null means `trackio/` in the trial's. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
 class StatsLoggerConfig:
     """Where metrics go. JSON lines and TensorBoard files are always written."""
 
@@ -206,6 +249,10 @@ class StatsLoggerConfig:
     """Weights & Biases."""
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
     """SwanLab."""
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    """MLflow. hpc-rl extension."""
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    """Trackio."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard files."""
     every_steps: PositiveInt = 1

@@ -127,6 +127,22 @@ RELATIONS: tuple[Relation, ...] = (
         f"{_SLURM}.srun_args.trainer", ([],), _START, ("mpiexec",), "mpiexec starts the ranks",
         "use launcher.mpi.args", Kind.NO_EFFECT,
     ),
+    Relation(
+        "stats_logger.trackio.space_id", (None,), "stats_logger.trackio.mode", ("local",),
+        "local metrics go to no Space", "use mode online, or remove it", Kind.NO_EFFECT,
+    ),
+    Relation(
+        "stats_logger.trackio.mode", ("local", "disabled"), "stats_logger.trackio.space_id", (None,),
+        "online metrics go to a Space", "set space_id, or use mode local",
+    ),
+    Relation(
+        "stats_logger.mlflow.tracking_uri", ("",), "stats_logger.mlflow.mode", ("local",),
+        "local metrics go to no server", "use mode online, or remove it", Kind.NO_EFFECT,
+    ),
+    Relation(
+        "stats_logger.mlflow.logdir", (None,), "stats_logger.mlflow.mode", ("online",),
+        "metrics go to the server", "use mode local, or remove it", Kind.NO_EFFECT,
+    ),
     *(
         Relation(
             f"{_SLURM}.{image}", (None, "", "none"), f"{_SLURM}.container_type", ("none",),

@@ -153,24 +153,32 @@ def make_hub_hint(
 
     `kind` is models or datasets; `split` is the wanted part of a dataset. Empty for other paths.
     """
+    name = find_hub_name(path, kind)
+    if not name:
+        return ""
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    folders = sorted((cache / f"{kind}--{name.replace('/', '--')}").glob("snapshots/*"), key=_rank_snapshot)
+    for folder in folders:
+        here = find_split_file(folder, split) if kind == "datasets" else folder
+        if here is not None and (kind == "datasets" or (folder / "config.json").is_file()):
+            return f"the cache of the hub has {name} in {here}: use that path; "
+    if "/" not in name:
+        return ""
+    flag = " --repo-type dataset" if kind == "datasets" else ""
+    download = f"`hf download {name}{flag} --local-dir DIR`"
+    return f"if {name} is a name on the hub, add --fetch, or {download}, and use DIR; "
+
+
+def find_hub_name(path: Path, kind: str = "models") -> str:
+    """Return the name on the hub, OWNER/NAME or NAME, that a path of the working directory may be; or ''."""
     try:
         name = path.relative_to(Path.cwd())
     except ValueError:
         return ""
     is_file = kind == "datasets" and path.suffix in DATA_FILES
-    if is_file or len(name.parts) > 2 or not all(re.fullmatch(_HUB_WORD, part) for part in name.parts):
-        return ""
-    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    folders = sorted((cache / f"{kind}--{'--'.join(name.parts)}").glob("snapshots/*"), key=_rank_snapshot)
-    for folder in folders:
-        here = find_split_file(folder, split) if kind == "datasets" else folder
-        if here is not None and (kind == "datasets" or (folder / "config.json").is_file()):
-            return f"the cache of the hub has {name} in {here}: use that path; "
-    if len(name.parts) < 2:
-        return ""
-    flag = " --repo-type dataset" if kind == "datasets" else ""
-    return f"if {name} is a name on the hub, `hf download {name}{flag} --local-dir DIR`, and use DIR; "
+    is_name = 1 <= len(name.parts) <= 2 and all(re.fullmatch(_HUB_WORD, part) for part in name.parts)
+    return "" if is_file or not is_name else str(name)
 
 
 def find_split_file(folder: Path, split: str) -> Path | None:

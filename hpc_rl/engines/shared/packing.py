@@ -100,23 +100,35 @@ def _sort_longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _pack_best_fit(lengths: np.ndarray, capacity: int, max_rows: int) -> Groups:
+    """Return groups by best-fit-decreasing: each row goes into the group with the least room for it."""
     groups: Groups = []
-    room: list[tuple[int, int]] = []  # free capacity and its group, ascending
+    rooms: list[int] = []  # distinct free capacities of groups that take rows, ascending
+    by_room: dict[int, list[int]] = {}  # the groups of each
     for row, length in _sort_longest_first(lengths):
-        at = bisect_left(room, (length, 0))
-        if at == len(room):
-            free, group = capacity, len(groups)
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            room, group = capacity, len(groups)
             groups.append([])
         else:
-            free, group = room.pop(at)
+            room = rooms[at]
+            group = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[at]
         groups[group].append(row)
         if len(groups[group]) < max_rows:
-            insort(room, (free - length, group))
+            room -= length
+            if same := by_room.get(room):
+                same.append(group)
+            else:
+                by_room[room] = [group]
+                insort(rooms, room)
     return [sorted(group) for group in groups]
 
 
 def _split_largest(groups: Groups, lengths: np.ndarray, min_groups: int) -> Groups:
     """Halve the largest group of two or more rows until there are `min_groups`; rows keep their order."""
+    if len(groups) >= min_groups:
+        return sorted(groups)
 
     def entry(group: list[int]) -> tuple[int, list[int]]:
         # - 1: a group of empty rows must come before one that can't be halved

@@ -97,3 +97,30 @@ def test_gae_with_values_by_hand() -> None:
     assert got.tolist() == [[0, 0.125, 0, 0.5, 2.0]]
     zero = compute_gae(rewards, mask, 0.5, 0.5, torch.zeros_like(values))
     assert torch.equal(zero, compute_gae(rewards, mask, 0.5, 0.5))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.sampled_from(["random", "one run", "turns", "none"]),
+    st.integers(0, 99),
+)
+def test_gae_with_values_equals_the_loop_over_columns(rows, width, kind, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    position = torch.arange(width)
+    mask = {
+        "random": torch.rand(rows, width, generator=generator) < 0.6,
+        "one run": position < torch.randint(0, width + 1, (rows, 1), generator=generator),
+        "turns": (position // 7 % 2 == 0).expand(rows, width),
+        "none": torch.zeros(rows, width).bool(),
+    }[kind]
+    want, advantage, value = torch.zeros(rows, width), torch.zeros(rows), torch.zeros(rows)
+    for t in reversed(range(width)):
+        is_step = mask[:, t]
+        found = rewards[:, t] + 0.99 * value - values[:, t] + 0.99 * 0.95 * advantage
+        advantage = torch.where(is_step, found, advantage)
+        value = torch.where(is_step, values[:, t], value)
+        want[:, t] = advantage * is_step
+    torch.testing.assert_close(compute_gae(rewards, mask, 0.99, 0.95, values), want, atol=1e-4, rtol=1e-5)

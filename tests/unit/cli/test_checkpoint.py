@@ -15,11 +15,11 @@ from hpc_rl.checkpoint.decide import Situation
 from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.checkpoint.retention import Holds
 from hpc_rl.checkpoint.start_facts import decide_start
-from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.trials import conversion
+from hpc_rl.trials.lock import TrialLock
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -72,9 +72,8 @@ def test_an_export_touches_nothing_beside_it(trial, tmp_path, torch_half):
     before = set(os.listdir(tmp_path))
     torch_half(write_weights)
     assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) == 0
-    assert set(os.listdir(tmp_path)) == before | {"model"} and os.listdir(tmp_path / "model") == [
-        "model.safetensors"
-    ]
+    assert set(os.listdir(tmp_path)) == before | {"model"}
+    assert sorted(os.listdir(tmp_path / "model")) == ["README.md", "model.safetensors"]
     assert (tmp_path / ".model.tmp" / "thesis.txt").read_text() == "mine"
 
 
@@ -239,14 +238,14 @@ def test_a_batch_log_that_was_trimmed_further_than_it_goes_is_told_as_that(rende
 def test_a_claim_that_takes_long_is_renewed(rendered, monkeypatch, capfd):
     """By a half with torch that only waits: for other hosts the claim would be stale after some minutes."""
     renewed: list[float] = []
-    renew = checkpoint.TrialLock.renew
+    renew = TrialLock.renew
 
     def renew_old(claim):
         os.utime(rendered.submitting, (0, 0))
         renew(claim)
         renewed.append(rendered.submitting.stat().st_mtime)
 
-    monkeypatch.setattr(checkpoint.TrialLock, "renew", renew_old)
+    monkeypatch.setattr(TrialLock, "renew", renew_old)
     monkeypatch.setattr(conversion, "RENEW_EVERY_S", 0.05)
     real = subprocess.Popen
     waits = [sys.executable, "-c", "import time; time.sleep(0.3)"]

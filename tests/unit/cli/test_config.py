@@ -124,11 +124,21 @@ def completion():
         ("config diff s", ["second"]),
         ("checkpoint export f", ["first"]),
         ("submit --after s", ["second"]),
+        ("plot second --metric agent/", ["agent/turns"]),
+        ("plot --metric reward,rew", ["reward,reward", "reward,reward/format"]),
+        ("plot first --metric agent/", []),
+        ("plot exp/first --metric hel", ["held-out"]),
     ],
 )
 def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path, state_home):
     for name in ("first", "second"):
-        trial_index.record_trial(Trial(tmp_path / "exp" / name))
+        trial_index.record_trial(trial := Trial(tmp_path / "exp" / name))
+        row = {"step": 1, "reward": 0.5, "reward/format": 1} | (
+            {"agent/turns": 2} if name == "second" else {}
+        )
+        metrics = trial.attempt("7.0").metrics(0)
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text(f"{json.dumps(row)}\n")
     (tmp_path / "mine.yaml").touch()
     words = ["hpc-rl", *typed.split()]
     call = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl 2>/dev/null"

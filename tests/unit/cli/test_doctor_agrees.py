@@ -246,6 +246,13 @@ SETUPS = {
         python_with(**TRAINER), ["stats_logger.swanlab.mode=local"], "libraries", "fail",
         "stats_logger.swanlab.mode local needs the package swanlab", 64,
     ),
+    "no mlflow": (
+        python_with(**TRAINER), ["stats_logger.mlflow.mode=local"], "libraries", "fail",
+        "stats_logger.mlflow.mode local needs the package mlflow", 64,
+    ),
+    "the small mlflow": (
+        python_with(**TRAINER, **{"mlflow-skinny": "3.6.0"}), ["stats_logger.mlflow.mode=local"], "", "ok", "", 0,
+    ),
     "no library for the rows": (no_parquet_library, [], "libraries", "fail", "needs the package datasets", 64),
     "too little memory for the trainer": (
         large_model, ["launcher.trainer_mem_per_gpu=50"], "memory", "fail", "but have 50 MB", 64,

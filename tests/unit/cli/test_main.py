@@ -62,7 +62,7 @@ def test_no_word_at_all_is_bad_usage(capsys):
         ("validate", "Did you mean `hpc-rl check`?"),
         ("rm", "Did you mean `hpc-rl remove`?"),
         ("rename", "Did you mean `hpc-rl fork`?"),
-        ("archive", "Did you mean `hpc-rl checkpoint export`?"),
+        ("archive", "Did you mean `hpc-rl export`?"),
         ("completion", "Did you mean `hpc-rl config completion`?"),
         ("zzz", "Commands: quickstart, check, submit"),
     ],

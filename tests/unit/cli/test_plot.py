@@ -48,9 +48,27 @@ def test_only_steps_are_smoothed(make_fake_trial, tmp_path, monkeypatch, capsys)
     trial_index.record_trial(fake.trial)
     drawn = {}
     monkeypatch.setattr(
-        plot, "draw_plot", lambda lines, _dots, metric, *_: drawn.update({metric: lines}) or ""
+        plot, "draw_plot", lambda lines, _dots, metric, *_, **__: drawn.update({metric: lines}) or ""
     )
     assert main(["plot", "evaluated", "--metric", "held-out,eval_reward,reward", "--smooth", "10"]) == 0
     assert drawn["held-out"] == {"held-out": [(0, 0.31), (4, 0.75)]}
     assert drawn["eval_reward"] == {"eval_reward": [(0, 0.31), (4, 0.75)]}
     assert drawn["reward"]["reward"][-1] == (4, pytest.approx(0.025))
+
+
+def test_curves_are_drawn_against_tokens_or_hours(make_fake_trial, tmp_path, monkeypatch, capsys):
+    fake = make_fake_trial(tmp_path / "runs", name="counted")
+    fake.run_to(0)
+    for step in (1, 2):
+        row = {"step": step, "time": 1_790_000_000.0 + 3600 * step, "lineage": 0}
+        fake.row("7.0", row | {"num_tokens": 100, "reward": 0.5})
+    trial_index.record_trial(fake.trial)
+    drawn = {}
+    monkeypatch.setattr(plot, "draw_plot", lambda lines, *_, x_title: drawn.update({x_title: lines}) or "")
+    for axis in ("tokens", "hours"):
+        assert main(["plot", "counted", "--metric", "reward", "--x", axis]) == 0
+    assert drawn["tokens that were trained"] == {"reward": [(100, 0.5), (200, 0.5)]}
+    (first, _), (second, _) = drawn["hours that nodes were held"]["reward"]
+    assert second - first == pytest.approx(1.0)
+    assert main(["plot", "counted", "--x", "days"]) == 2
+    assert "gpu_hours" in capsys.readouterr().err

@@ -81,7 +81,8 @@ def test_a_step_without_a_checkpoint_is_rebuilt_byte_for_byte(trial, published, 
     for version, weights in published.items():
         there = tmp_path / f"model-{version}"
         assert export(trial, "--version", version, "--to", there) == 0
-        assert capsys.readouterr().out == f"weights {version} of exp/t1: written to {there}\n"
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == f"weights {version} of exp/t1: written to {there}"
         assert read_model(there) == as_bytes(weights)
         record = {"step": version.step, "version": str(version), "trial": "exp/t1"}
         assert load_json(there / "hpc_rl.json") == record
@@ -94,7 +95,8 @@ def test_the_newest_lineage_of_a_step_is_the_default(trial, published, tmp_path,
     assert export(trial, "--step", 8, "--json") == 0
     value = json.loads(capsys.readouterr().out)
     there = trial.exports / "weights-1.8"
-    assert value == {"trial": "exp/t1", "step": 8, "version": "1.8", "path": str(there)}
+    wanted = {"trial": "exp/t1", "step": 8, "version": "1.8", "path": str(there)}
+    assert wanted.items() <= value.items()
     assert read_model(there) == as_bytes(published[WeightVersion(1, 8)])
     assert export(trial, "--step", 11, "--to", tmp_path / "m") == 0
     assert read_model(tmp_path / "m") == as_bytes(published[WeightVersion(0, 11)])

@@ -83,6 +83,8 @@ def test_which_ones_are_shown(trial, capsys):
     assert [row["reward"] for row in ask(capsys, "--worst", "-n", "2")] == [0.1, 0.2]
     assert [row["step"] for row in ask(capsys, "--best")] == [1, 2, 3, 3, 2, 1]
     assert [row["reward"] for row in ask(capsys, "--all", "--reward", "0.15..0.5")] == [0.2, 0.3]
+    assert [row["step"] for row in ask(capsys, "--search", "D")] == [1, 1, 2, 2, 3, 3]
+    assert ask(capsys, "--search", "dc") == []
     (row,) = ask(capsys, "--eval")
     assert (row["evaluation"], row["step"], row["completion"], row["given"]) == (True, 3, "cdefg", [[2, 4]])
 

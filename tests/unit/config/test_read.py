@@ -72,6 +72,8 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "vllm": {"own"},
     "wandb": {"settings"},
     "swanlab": {"settings"},
+    "mlflow": {"settings"},
+    "trackio": {"settings"},
     "keep_best": {"keep"},
     "evaluator": {"options"},
     "NAME": {"pool", "one"},

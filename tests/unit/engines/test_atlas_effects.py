@@ -239,7 +239,7 @@ def test_wandb_gets_what_is_reported(tmp_path, monkeypatch):
     run = SimpleNamespace(finish=lambda: None, define_metric=lambda *_, **__: None)
     wandb = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    who = RunIdentity("e", "t", tmp_path, {})
+    who = RunIdentity("e", "t", tmp_path, tmp_path, {})
     for names in ("[wandb]", "none"):
         logger = configured(f"report_to={names}").stats_logger
         open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger).close()

@@ -1,10 +1,11 @@
 """Packing, balance and length buckets: what must hold for any lengths, and small cases by hand."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.engines.shared.packing import balance, make_length_buckets, pack
+from hpc_rl.engines.shared.packing import _pack_best_fit, balance, make_length_buckets, pack
 
 lengths_st = st.lists(st.integers(0, 50), max_size=60)
 max_rows_st = st.one_of(st.none(), st.integers(1, 7))
@@ -79,3 +80,30 @@ def test_buckets_place_every_row_once_within_the_limits(lengths, capacity, min_g
 def test_buckets_keep_short_rows_away_from_long_ones() -> None:
     lengths = [1000, 10, 990, 12, 11] + [10] * 100
     assert make_length_buckets(lengths) == [[0, 2], [1, *range(3, 105)]]
+
+
+def pack_best_fit_plainly(lengths: list[int], capacity: int, max_rows: int) -> list[int]:
+    """Return the sums of groups: each row, the longest first, in the fullest group that has room for it."""
+    sums, counts = [], []
+    for length in sorted(lengths, reverse=True):
+        open_groups = [
+            group
+            for group, total in enumerate(sums)
+            if total + length <= capacity and counts[group] < max_rows
+        ]
+        if open_groups:
+            best = max(open_groups, key=sums.__getitem__)
+            sums[best] += length
+            counts[best] += 1
+        else:
+            sums.append(length)
+            counts.append(1)
+    return sums
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=80))
+def test_packing_is_the_plain_best_fit(lengths) -> None:
+    capacity = 64
+    groups = _pack_best_fit(np.asarray(lengths), capacity, len(lengths))
+    sums = [sum(lengths[row] for row in group) for group in groups]
+    assert sorted(sums) == sorted(pack_best_fit_plainly(lengths, capacity, len(lengths)))

@@ -1,12 +1,20 @@
 import errno
 import json
 import math
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.config.options.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
+from hpc_rl.config.options.operations import (
+    MLflowConfig,
+    StatsLoggerConfig,
+    SwanlabConfig,
+    TrackioConfig,
+    WandBConfig,
+)
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, make_tag, open_sinks
 from hpc_rl.stats.tracker import Tracker
@@ -180,7 +188,7 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
     wandb, swanlab = FakeService(), FakeService()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "swanlab", swanlab)
-    who = RunIdentity("sums", "grpo", tmp_path, {"seed": 1})
+    who = RunIdentity("sums", "grpo", tmp_path, tmp_path, {"seed": 1})
     logger = StatsLoggerConfig(
         wandb=WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
         swanlab=SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
@@ -201,23 +209,110 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
     assert wandb.finished and swanlab.finished
 
 
-@pytest.mark.parametrize("package", ["wandb", "swanlab"])
-def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch, package):
+class FakeMLflow:
+    """Stands in for the module mlflow; `runs` outlives a start, as its server does."""
+
+    def __init__(self):
+        self.runs, self.uri, self.metrics, self.ended = {}, "", [], 0
+
+    def set_tracking_uri(self, uri):
+        self.uri = uri
+
+    def set_experiment(self, name):
+        return SimpleNamespace(experiment_id=name)
+
+    def search_runs(self, experiments, output_format):
+        return [run for run in self.runs.values() if run.experiment in experiments]
+
+    def start_run(self, run_id=None, run_name=None, tags=None):
+        if run_id is None:
+            run_id = str(len(self.runs))
+            made = {"info": SimpleNamespace(run_id=run_id), "data": SimpleNamespace(tags=tags, params={})}
+            self.runs[run_id] = SimpleNamespace(experiment="sums", name=run_name, **made)
+        self.active = self.runs[run_id]
+        return self.active
+
+    def log_params(self, params):
+        self.active.data.params |= params
+
+    def log_metrics(self, numbers, step, synchronous):
+        assert not synchronous
+        self.metrics.append((self.active.info.run_id, step, numbers))
+
+    def flush_async_logging(self):
+        self.ended += 1
+
+    def end_run(self):
+        self.ended += 1
+
+
+def open_service(tmp_path, **section):
+    who = RunIdentity("sums", "grpo", tmp_path / "attempt", tmp_path, {"actor": {"lr": 0.1}, "seed": 1})
+    logger = StatsLoggerConfig(**section)
+    return open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
+
+
+def test_the_attempts_of_a_trial_are_one_run_of_mlflow(tmp_path, monkeypatch):
+    mlflow = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    mlflow.start_run(run_name="another trial", tags={})
+    for step in (3, 4):
+        sinks = open_service(tmp_path, mlflow=MLflowConfig(mode="local", tags={"team": "a"}))
+        sinks.log(step, {"loss": 0.5, "eval_pass@8": 0.25, "version": "0.3", "time": 1.0})
+        sinks.close()
+    assert mlflow.uri == (tmp_path / "mlflow").as_uri()
+    assert mlflow.metrics == [("1", step, {"loss": 0.5, "eval_pass_8": 0.25}) for step in (3, 4)]
+    run = mlflow.runs["1"]
+    assert run.name == "grpo" and run.data.tags["team"] == "a"
+    assert run.data.params == {"actor.lr": "0.1", "seed": "1"}
+    assert mlflow.ended == 4 and len(mlflow.runs) == 2
+
+
+def test_mlflow_sends_to_the_server_that_is_named(tmp_path, monkeypatch):
+    mlflow = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    section = MLflowConfig(mode="online", tracking_uri="http://m", name="n", config={"a": 1})
+    open_service(tmp_path, mlflow=section).close()
+    assert mlflow.uri == "http://m"
+    assert (mlflow.runs["0"].name, mlflow.runs["0"].data.params) == ("n", {"a": "1"})
+
+
+@pytest.mark.parametrize("space", [None, "team/curves"])
+def test_trackio_gets_names_numbers_and_a_folder_or_a_space(tmp_path, monkeypatch, space):
+    trackio = FakeService()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    section = TrackioConfig(mode="online" if space else "local", space_id=space, project="p")
+    sinks = open_service(tmp_path, trackio=section)
+    sinks.log(3, {"loss": 0.5, "version": "0.3"})
+    sinks.close()
+    wanted = {"project": "p", "name": "grpo", "space_id": space, "resume": "allow"}
+    assert wanted.items() <= trackio.options.items() and trackio.options["config"]["seed"] == 1
+    assert os.environ.pop("TRACKIO_DIR") == str(tmp_path / "trackio")
+    assert trackio.rows == [(3, {"loss": 0.5})] and trackio.finished
+
+
+ENABLED = {
+    "wandb": WandBConfig(mode="online"),
+    "swanlab": SwanlabConfig(mode="cloud"),
+    "mlflow": MLflowConfig(mode="local"),
+    "trackio": TrackioConfig(mode="local"),
+}
+
+
+@pytest.mark.parametrize("package, section", ENABLED.items(), ids=list(ENABLED))
+def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch, package, section):
     monkeypatch.setitem(sys.modules, package, None)
-    section = WandBConfig(mode="online") if package == "wandb" else SwanlabConfig(mode="cloud")
-    who = RunIdentity("sums", "grpo", tmp_path, {})
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    who = RunIdentity("sums", "grpo", tmp_path, tmp_path, {})
     with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]'`, or set it to disabled"):
         open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, StatsLoggerConfig(**{package: section}))
 
 
 def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch):
-    for package in ("wandb", "swanlab"):
+    for package in ENABLED:
         monkeypatch.setitem(sys.modules, package, None)
-    who, logger = (
-        RunIdentity("e", "t", tmp_path, {}),
-        StatsLoggerConfig(wandb=WandBConfig(), swanlab=SwanlabConfig()),
-    )
-    open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger).close()
+    open_service(tmp_path).close()
 
 
 def test_tensorboard_shows_the_starts_of_a_trial_as_one_series(tmp_path):

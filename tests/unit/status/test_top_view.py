@@ -29,7 +29,8 @@ def running(fake_trial):
     fake_trial.generation(10)
     row = {"step": 12, "time": 1_790_000_021.0, "version": "0.12", "lineage": 0, "reward": 0.12}
     split = {"wait_s": 1.0, "train_s": 2.0, "publish_s": 0.5, "step_s": 4.0}
-    fake_trial.row("7.0", {**row, **split, "staleness_mean": 0.5, "staleness_max": 2})
+    own = {"reward/format": 0.5, "agent/turns_until_the_answer": 3.0}
+    fake_trial.row("7.0", {**row, **split, **own, "staleness_mean": 0.5, "staleness_max": 2})
     NameResolve(trial.names).lease(keys.server("rollout", 0), {"version": "0.12", "state": "serving"})
     return trial
 
@@ -45,6 +46,8 @@ def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_fil
     assert by_name["reward"].split()[2][0] == "▁"
     assert by_name["reward"].endswith("█")
     assert by_name["held-out"].split()[1] == "0.31"
+    assert by_name["reward/format"].split()[1:] == ["0.5", "▁"]
+    assert by_name["agent/turns_until_the_answer"].split()[1:] == ["3", "▁"]
     assert "1.25 s: wait 7%, train 13%, publish 3%" in by_name["step"]  # of 11 steps of 1 s and one of 4 s
     assert by_name["staleness"].split() == ["staleness", "0.5", "(largest", "2)"]
     assert "7 prompts running, 3 groups ready" in by_name["rollout"]

@@ -56,6 +56,7 @@ def test_trials_stand_beside_each_other_in_the_terminal(trials, capsys):
     assert ["low", "high"] in lines
     assert ["held-out reward", *["0.31 (step 0) -> 0.5 (step 8)"] * 2] in lines
     assert ["actor.lr", "0.0001", "0.001"] in lines
+    assert ["held-out reward: low is +0 over high at step 8"] in lines
     assert ["mean reward of the last 10 steps", "0.045", "0.045"] in lines
     assert ["pools.judge.path", "not set", "m"] in lines
     assert not [line for line in lines if line[0] in ("actor.eps", "trial_name", "pools.judge.url")]
@@ -74,6 +75,14 @@ def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
     assert not re.search(r'(src|href)="(?!data:)', own)
     assert "<b>2" not in own and "No step was made yet" not in own
     assert "&lt;/script&gt;&lt;b&gt;2" in own
+    assert "held-out reward: low is +0 over high at step 8" in own
+    axes = json.loads(re.search(r"const axes = (.*), searched = ", own)[1])
+    assert list(axes) == ["step", "hours", "gpu_hours"], "these trials have no num_tokens"
+    assert axes["hours"]["places"][0][0] == list(range(9)) and len(axes["hours"]["places"]) == 2
+    searched = json.loads(re.search(r", searched = (.*);", own)[1])
+    assert [cell["facts"].split(", ")[:3] for cell in searched] == [
+        ["low", "training", "step 3"], ["low", "training", "step 5"],
+    ]  # fmt: skip
     figures = json.loads(re.search(r"const figures = (.*), others = ", own)[1])
     names = "goodput attempts-0 attempts-1 curve-reward curve-held-out lengths ages"
     assert set(names.split()) <= set(figures)
