@@ -1,10 +1,11 @@
 """Packing and generalized advantage estimation against the algorithms that AReaL uses, in this process.
 
-AReaL is no package, so the algorithms are written here: first-fit-decreasing packing, and a loop over the columns
-of a batch that carries the advantage over unmasked tokens.
+AReaL is no package, so the algorithms are written here: its first-fit-decreasing packing, and a loop over the
+columns of a batch that carries the advantage over unmasked tokens.
 """
 
 import time
+from bisect import bisect_right, insort
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +21,27 @@ DISCOUNT, GAE_LAMBDA = 0.99, 0.95
 MAX_ERROR = 1e-4
 
 
-def pack_first_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Return groups of rows: the longest row first, each into the first group with room."""
+def pack_as_peer(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Return groups of rows, the longest row first.
+
+    A row opens a group if even the emptiest has no room. Otherwise it goes into the group with the fewest rows
+    among those with room, and of these into the one with the least tokens.
+    """
     groups: list[list[int]] = []
-    rooms: list[int] = []
-    for row in np.argsort(-lengths, kind="stable"):
+    sums: list[tuple[int, int]] = []  # tokens and group, ascending
+    for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
-        for group, room in enumerate(rooms):
-            if room >= length:
-                groups[group].append(int(row))
-                rooms[group] -= length
-                break
-        else:
-            groups.append([int(row)])
-            rooms.append(capacity - length)
-    return groups
+        if not sums or sums[0][0] + length > capacity:
+            insort(sums, (length, len(groups)))
+            groups.append([row])
+            continue
+        counts = [
+            len(groups[group]) for _, group in sums[: bisect_right(sums, (capacity - length, len(groups)))]
+        ]
+        tokens, group = sums.pop(counts.index(min(counts)))
+        groups[group].append(row)
+        insort(sums, (tokens + length, group))
+    return sorted(sorted(group) for group in groups)
 
 
 def loop_gae(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -89,10 +96,10 @@ def compare(
 
 def measure_packing(pairs: int, num_rows: int) -> dict[str, Any]:
     lengths = make_lengths(num_rows)
-    ours, peer = pack(lengths, CAPACITY), pack_first_fit(lengths, CAPACITY)
+    ours, peer = pack(lengths, CAPACITY), pack_as_peer(lengths, CAPACITY)
     assert sorted(row for group in ours for row in group) == list(range(num_rows))
     assert all(lengths[group].sum() <= CAPACITY for group in ours) and len(ours) <= len(peer)
-    rows = compare(pairs, lambda: pack_first_fit(lengths, CAPACITY), lambda: pack(lengths, CAPACITY), 1)
+    rows = compare(pairs, lambda: pack_as_peer(lengths, CAPACITY), lambda: pack(lengths, CAPACITY), 1)
     return {"pairs": rows, "groups": {"ours": len(ours), "peer": len(peer)}}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,18 @@ def test_the_page_has_the_table_of_the_stored_result():
     run = runpy.run_path(str(SIDE_BY_SIDE / "run.py"))
     record = json.loads((ROOT / "benchmarks/results/side_by_side.json").read_text())
     assert run["format_table"](record) in (ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "lengths, groups",
+    [
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1, 1], [[0, 3], [1, 2], [4, 5, 6, 7, 8], [9]]),
+        ([10, 2, 2], [[0, 1], [2]]),
+    ],
+)
+def test_the_peers_packing_is_as_areal_does_it(lengths, groups):
+    kernels = runpy.run_path(str(SIDE_BY_SIDE / "kernels.py"))
+    assert kernels["pack_as_peer"](np.asarray(lengths), 15 if len(lengths) > 3 else 12) == groups
 
 
 def test_packing_and_advantages_are_compared_with_the_peers_algorithms(tmp_path):
