@@ -47,6 +47,14 @@ class FakeHub:
             return self._json(
                 {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
             )
+        if "tree" in parts:
+            repository = "/".join(parts[2:4])
+            known = {
+                name: len(content) for (owner, name), content in self.files.items() if owner == repository
+            }
+            return self._json(
+                [{"type": "file", "path": n, "size": size, "oid": COMMIT} for n, size in known.items()]
+            )
         if "resolve" in parts:
             at = parts.index("resolve")
             repository, name = "/".join(parts[at - 2 : at]), "/".join(parts[at + 2 :])
