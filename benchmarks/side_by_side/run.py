@@ -158,7 +158,7 @@ def list_cases(
     args: argparse.Namespace, folder: Path
 ) -> dict[str, tuple[str, str, Callable[[], dict[str, Any]]]]:
     """Return the cases: name -> (what is measured, the peer, the measurement)."""
-    import kernels
+    import areal_algorithms
 
     quick, pairs = args.quick, args.pairs
     steps = 5 if quick else 12
@@ -179,14 +179,14 @@ def list_cases(
         ),
         "packing": (
             "packing 10,000 rows (CPU s)", "first-fit-decreasing (AReaL)",
-            lambda: kernels.measure_packing(pairs, 2000 if quick else 10000),
+            lambda: areal_algorithms.measure_packing(pairs, 2000 if quick else 10000),
         ),
         **{
             f"gae-{name.split()[0]}": (
                 f"advantages of 64 x 1,024 tokens, {name} (CPU s)", "loop over columns (AReaL)",
-                lambda name=name: kernels.measure_gae(pairs, name),
+                lambda name=name: areal_algorithms.measure_gae(pairs, name),
             )
-            for name in kernels.make_masks()
+            for name in areal_algorithms.make_masks()
         },
         "atropos": (
             "groups through the rollout API, 16 environments (groups/s)", "atroposlib's run-api",

@@ -64,8 +64,8 @@ def test_the_page_has_the_table_of_the_stored_result():
     ],
 )
 def test_the_peers_packing_is_as_areal_does_it(lengths, groups):
-    kernels = runpy.run_path(str(SIDE_BY_SIDE / "kernels.py"))
-    assert kernels["pack_as_peer"](np.asarray(lengths), 15 if len(lengths) > 3 else 12) == groups
+    areal = runpy.run_path(str(SIDE_BY_SIDE / "areal_algorithms.py"))
+    assert areal["pack_as_peer"](np.asarray(lengths), 15 if len(lengths) > 3 else 12) == groups
 
 
 def test_packing_and_advantages_are_compared_with_the_peers_algorithms(tmp_path):

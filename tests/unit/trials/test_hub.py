@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, serve_hub
@@ -21,6 +22,7 @@ CLOSED = "http://127.0.0.1:9"  # nobody listens
 def run(argv: list[str], cache, endpoint: str, here) -> subprocess.CompletedProcess:
     """Run a program whose hub is elsewhere: the client reads these variables when it is imported."""
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "0"}
+    own["PYTHONPATH"] = str(Path(__file__).parents[3])
     own |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, *argv]
     return subprocess.run(
