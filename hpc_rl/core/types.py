@@ -164,7 +164,13 @@ class EvalResult:
     groups: list[TrajectoryGroup] = field(default_factory=list)
 
 
-_DEFAULTS: dict[str, Any] = {"stats": {}, "has_logprobs": True, "zero_advantage": False}
+_DEFAULTS: dict[str, Any] = {
+    "stats": {},
+    "has_logprobs": True,
+    "zero_advantage": False,
+    "share": 1.0,
+    "output": "",
+}
 _PLAIN = ("reward", "finish_reason", *_DEFAULTS)  # fields of a trajectory that are no arrays
 _ARRAYS = tuple(name for name in Trajectory.__slots__ if name not in _PLAIN)
 _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}

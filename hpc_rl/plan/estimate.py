@@ -332,7 +332,8 @@ def _describe_too_large(
     section, usable = getattr(view, servers.backend), gpu_gb * GB * share
     weight_bytes, _ = _count_weights(section, servers, shape, servers.t)
     n_nodes, n_gpus = view.cluster.n_nodes, view.cluster.n_gpus_per_node
-    within, spanning = range(2, n_gpus + 1), range(n_gpus, n_gpus * n_nodes, n_gpus)
+    most_nodes = n_nodes - 1 if has_trainer(view) else n_nodes  # a trainer needs a node beside theirs
+    within, spanning = range(2, n_gpus + 1), range(2 * n_gpus, n_gpus * most_nodes + 1, n_gpus)
     sizes = (t for t in (2, 4, 8, 16, 32) if t > servers.t and (t in within or t in spanning))
     enough = next((t for t in sizes if sum(_count_weights(section, servers, shape, t)) < usable), None)
     fits = f"{servers.backend} with t{enough}" if enough else "larger GPUs"

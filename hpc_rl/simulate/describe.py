@@ -84,7 +84,9 @@ def make_json(case: Case, results: list[Result]) -> dict[str, Any]:
 
 def costs_to_json(costs: Costs) -> dict[str, Any]:
     """Return each cost with its origin; the lengths of completions as their number and mean."""
-    values = {name: value for name, value in vars(costs).items() if isinstance(value, int | float)}
+    values: dict[str, Any] = {
+        name: value for name, value in vars(costs).items() if isinstance(value, int | float)
+    }
     values["lengths"] = {"number": len(costs.drawn_lengths), "mean": costs.mean_length}
     return {
         name: {"value": value, "origin": costs.origins.get(name, "default")} for name, value in values.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
 from hpc_rl.config.pool_view import find_trained_pool, view_pool
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -86,13 +86,14 @@ def make_case(loaded: Loaded, measured: Sequence[Trial] = ()) -> Case:
         loaded = replace(loaded, config=replace(loaded.config, launcher=launcher))
     planned = judge(loaded, frozenset({Stage.OPTIONS})).require()
     config = planned.loaded.config
-    if not isinstance(config, GRPOConfig):
-        why, use = "generates nothing, so there is no pipeline to simulate", "simulate a grpo configuration"
+    if not isinstance(config, GRPOConfig) or not has_trainer(config):
+        why, use = "needs no servers beside a trainer", "simulate a grpo configuration that trains"
         raise ConfigError(Refusal(option="trainer", kind=Kind.UNSUPPORTED, why=why, use=use))
     plan = planned.plan
     has_rows = Path(config.train_dataset.path).expanduser().exists()
     known = needs.find_known_models(config)
     found = needs.estimate_needs(config, plan, known, pick(config.launcher.type), count_rows=has_rows)
+    found = found if isinstance(found, Estimate) else None  # of a trainer and its servers
     num_rows = found.work.rows if found else None
     costs = adapt_costs(costs, config, plan, found)
     return Case(config, plan, make_setup(config, plan, num_rows), costs, num_rows)

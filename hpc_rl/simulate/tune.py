@@ -64,7 +64,8 @@ def draw_costs(costs: Costs, seed: int) -> Costs:
     """Return costs as they may really be; seed 0 gives the expected ones."""
     if seed == 0:
         return costs
-    drawn, values = random.Random(seed), {}
+    drawn = random.Random(seed)
+    values: dict[str, Any] = {}
     for name in sorted(vars(costs)):
         value = getattr(costs, name)
         if name.endswith(("_s", "bytes", "_share")) and isinstance(value, float):
@@ -137,7 +138,7 @@ def list_staleness(setup: Setup) -> Iterator[Change]:
 
 def list_bounds(setup: Setup) -> Iterator[Change]:
     for value in ("soft", "hard", "drop"):
-        changed = replace(setup, rules=replace(setup.rules, bound=value))  # type: ignore[arg-type]
+        changed = replace(setup, rules=replace(setup.rules, bound=value))
         yield Change(option="rollout.staleness_bound", value=value, setup=changed)
 
 

@@ -73,8 +73,6 @@ class PolicyData:
         self.has_kl_rewards = actor.kl_ctl > 0
         self.has_teacher = "distillation" in algorithm.needs
         self.top_k = run.config.distillation.top_k if run.config.distillation is not None else 0
-        # environments choose the sizes of their groups; an agent's episodes may be lost, or branch
-        self.may_mix_sizes = run.config.environments is not None or run.config.rollout.workflow == "agent"
         # tokens may leave the loss, so their number must be known before rows are divided among ranks
         self.excludes_tokens = algorithm.select_tokens is not None or (
             section is not None and section.mode != "truncate"
@@ -134,12 +132,16 @@ class PolicyData:
             lengths_B=torch.tensor([len(row.ids) for row in rows]),
             share_B=torch.tensor(shares) if any(one != 1.0 for one in shares) else None,
             group_size=size,
-            mixed_sizes=self.may_mix_sizes and bool((sizes_G != size).any()),
+            mixed_sizes=self._may_mix_sizes() and bool((sizes_G != size).any()),
             token_rewards_BT=self._token_rewards(rows, mask_BT, known),
             values_BT=values_BT,
             set_B=scored.set_B if self.has_sets else None,
             **(self._teacher_columns(rows, known) if self.has_teacher else {}),
         )
+
+    def _may_mix_sizes(self) -> bool:
+        """Return whether groups may have other sizes: an environment chooses, an agent's episode may branch."""
+        return self.config.environments is not None or self.config.rollout.workflow == "agent"
 
     def _token_rewards(
         self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None

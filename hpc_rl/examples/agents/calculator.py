@@ -30,9 +30,8 @@ def ask(question: str) -> str:
     client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY are those of the episode
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
-        message = (
-            client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
-        )
+        made = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message: Any = made.choices[0].message
         messages.append(message)
         if not message.tool_calls:
             break

@@ -21,9 +21,10 @@ SERVER = StdioServerParameters(command=sys.executable, args=["-m", "hpc_rl.examp
 
 async def solve(row: dict[str, Any]) -> float:
     """Return 1 if the answer contains the row's, else 0."""
-    model, messages = AsyncOpenAI(), [{"role": "user", "content": row["prompt"]}]
+    model = AsyncOpenAI()
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     async with Client(SERVER) as server:
-        tools = [describe(tool) for tool in (await server.list_tools()).tools]
+        tools: list[Any] = [describe(tool) for tool in (await server.list_tools()).tools]
         for _ in range(MAX_TURNS):
             made = await model.chat.completions.create(model="policy", messages=messages, tools=tools)
             message: Any = made.choices[0].message

@@ -129,9 +129,8 @@ class AgentProcesses:
         flooded = asyncio.ensure_future(keeper.flooded.wait())
         watched = asyncio.ensure_future(broken)
         try:
-            done, _ = await asyncio.wait(
-                {ended, flooded, watched}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            awaited: set[asyncio.Future[Any]] = {ended, flooded, watched}
+            done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             flooded.cancel()
         if watched in done:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_line import make_checkpoint
+from command_line import make_checkpoint, make_python
 from scale_trials import measure_load
 
 from hpc_rl.cli.__main__ import main
@@ -31,7 +31,7 @@ gconfig: {{n_samples: 4, max_new_tokens: 4}}
 rollout: {{reward_fn: exact_match}}
 allocation_mode: sglang:d{servers}t8+fsdp:d{ranks}
 recover: {{mode: auto}}
-launcher: {{type: slurm}}
+launcher: {{type: slurm, inference_server_python: {root}/python}}
 """
 
 
@@ -45,6 +45,7 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     make_checkpoint(tmp_path / "model")
+    make_python(tmp_path / "python", packages={"sglang": "0.5.23"})
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     return tmp_path
 

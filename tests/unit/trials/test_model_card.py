@@ -7,12 +7,12 @@ import shlex
 import pytest
 import yaml
 
-from hpc_rl.cli import export as export_command
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.stored import to_dict
 from hpc_rl.core.trial import write_json
 from hpc_rl.stats.read import History
+from hpc_rl.trials import conversion
 from hpc_rl.trials.handing_over import (
     ExportFacts,
     list_serve_commands,
@@ -122,7 +122,7 @@ def test_commands_of_an_adapter_name_its_base(tmp_path):
 
 def test_the_command_prints_how_to_serve_and_evaluate(trial, make_generation, tmp_path, monkeypatch, capsys):
     make_generation(trial, 10)
-    monkeypatch.setattr(export_command, "convert", lambda *_args, **_more: 0)
+    monkeypatch.setattr(conversion, "convert", lambda *_args, **_more: 0)
     there = tmp_path / "model"
     assert main(["export", f"{trial.dir}@10", "--to", str(there), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
