@@ -140,7 +140,7 @@ class PolicyData:
         )
 
     def _may_mix_sizes(self) -> bool:
-        """Return whether groups may have other sizes: an environment chooses, an agent's episode may branch."""
+        """Return whether groups may have other sizes: environments choose them, and agents branch."""
         return self.config.environments is not None or self.config.rollout.workflow == "agent"
 
     def _token_rewards(
