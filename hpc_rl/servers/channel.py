@@ -36,9 +36,8 @@ from hpc_rl.servers.wire import Part, SendParts, make_refusal
 logger = logging.getLogger(__name__)
 CHANNEL = "/channel"
 _LENGTH = struct.Struct("<I")
-_encode_json = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # json.dumps would make an encoder for each call
+# json.dumps would make an encoder for each call
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
 CLOSE_S = 1.0  # time for the other side to answer a close
 
 
