@@ -26,6 +26,7 @@ from hpc_rl.core.trial import load_json
 from hpc_rl.engines.shared import (
     attention,
     drawing,
+    fast_layers,
     hf_io,
     loading,
 )
@@ -51,6 +52,9 @@ class LanguageModel(nn.Module):
         self.layout = layout  # of its inputs
         self.entropy_clamp = 0.0  # see token_logprobs
         self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
+        self.has_fast_layers = fast_layers.fits(hf)
+        if self.has_fast_layers:
+            fast_layers.install(hf)
 
     def forward(
         self,
@@ -61,10 +65,14 @@ class LanguageModel(nn.Module):
         temperature: float | torch.Tensor,
         rows: attention.PackedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        more: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        more: dict[str, Any] = {}
         if rows is not None and self.hf.config._attn_implementation in attention.NAMES:
             more |= {"packed_rows": rows, "context_group": self.context_group}
-        hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state
+        if self.has_fast_layers:
+            hidden = fast_layers.run_trunk(self.trunk(), input_ids, position_ids, **more)
+        else:
+            more |= {} if position_ids is None else {"position_ids": position_ids}
+            hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state
         return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
 
     def trunk(self) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_rows import micro_batches_of, plain_logprobs, some_rows
 from engine_weights import whole_weights
+from exact_models import measure_error, widen
 from patience import extend
 from small_engines import assert_close, config_of, optimizer_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -306,8 +307,12 @@ def test_export_is_a_checkpoint_that_transformers_and_the_engine_read(model_dir,
     assert written == source
     tokens = torch.arange(20)[None]
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
-    wanted = engine.model.hf.eval()(tokens).logits
-    torch.testing.assert_close(reloaded(tokens).logits, wanted, atol=1e-6, rtol=0)
+    read = reloaded.state_dict()
+    assert_equal_weights({name: read[name] for name in weights_of(engine)}, weights_of(engine))
+    # the engine's own layers round differently, but not more
+    exact = widen(reloaded)(tokens).logits
+    own, theirs = (one(tokens).logits for one in (engine.model.hf.eval(), reloaded))
+    assert measure_error(own, exact) <= 2 * measure_error(theirs, exact) < 1e-5
     again = engine_of(tmp_path / "out", init_from_scratch=False)
     assert_equal_weights(weights_of(engine), weights_of(again))
 
