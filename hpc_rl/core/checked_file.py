@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -53,12 +53,26 @@ class FileRecord:
     xxh3: str
 
 
+class Elsewhere(Protocol):
+    """Bytes outside of CPU memory, such as on a GPU; they are copied to it block by block."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice) -> Elsewhere: ...
+
+    def copy_to(self, memory: memoryview) -> None:
+        """Copy all bytes to CPU memory of the same size; any thread may call it."""
+
+
+Part = memoryview | Elsewhere
+
+
 class Abandoned(Exception):
     """A write was called off by its caller."""
 
 
 def write(
-    path: Path, parts: Sequence[memoryview], cancel: threading.Event | None = None, durable: bool = True
+    path: Path, parts: Sequence[Part], cancel: threading.Event | None = None, durable: bool = True
 ) -> FileRecord:
     """Write the parts in order as a new file. If it is not `durable`, a crash may damage it.
 
@@ -72,7 +86,7 @@ def write(
     try:
         _reserve(fd, size)
 
-        def write_block(block: tuple[int, list[memoryview]]) -> str:
+        def write_block(block: tuple[int, list[Part]]) -> str:
             if cancel is not None and cancel.is_set():
                 raise Abandoned
             return _write_block(
@@ -221,9 +235,9 @@ class CheckedReader:
         _map_parallel(fill_block, sorted(by_block), NUM_READERS)
 
 
-def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+def _cut(parts: Sequence[Part]) -> Iterator[tuple[int, list[Part]]]:
     """Yield (offset, pieces) of every block."""
-    offset, block, room = 0, list[memoryview](), BLOCK_BYTES
+    offset, block, room = 0, list[Part](), BLOCK_BYTES
     for part in parts:
         at = 0
         while at < len(part):
@@ -237,14 +251,18 @@ def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
         yield offset, block
 
 
-def _write_block(fd: int, direct: bool, staging: memoryview, offset: int, pieces: list[memoryview]) -> str:
+def _write_block(fd: int, direct: bool, staging: memoryview, offset: int, pieces: list[Part]) -> str:
     """Write a block from one piece of memory; past the page cache in whole units. Return its checksum."""
     import numpy as np
 
     size = 0
     for piece in pieces:
-        # NumPy copies without the lock of the interpreter.
-        np.frombuffer(staging, np.uint8)[size : size + len(piece)] = np.frombuffer(piece, np.uint8)
+        place = slice(size, size + len(piece))
+        if isinstance(piece, memoryview):
+            # NumPy copies without the lock of the interpreter.
+            np.frombuffer(staging, np.uint8)[place] = np.frombuffer(piece, np.uint8)
+        else:
+            piece.copy_to(staging[place])
         size += len(piece)
     done, end = 0, _align(size) if direct else size
     while done < end:

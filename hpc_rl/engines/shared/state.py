@@ -8,7 +8,8 @@ pieces of all ranks together have each number once. A loading rank reads only th
 verifies the checksums of their blocks.
 
 A Snapshot has either views of the live tensors, which must be written before the next update, or copies in a
-reused Buffer, which can be written while training continues.
+reused Buffer, which can be written while training continues. Live tensors on a GPU are copied block by block
+while the file is written, so CPU memory never holds all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.core.checked_file import CheckedReader, FileRecord
+from hpc_rl.core.checked_file import CheckedReader, FileRecord, Part
 from hpc_rl.core.errors import Damaged
 from hpc_rl.engines.base import Snapshot
 from hpc_rl.engines.shared.mesh import Mesh
@@ -86,7 +87,7 @@ class RankState:
         return [one.piece for one in self.pieces if one.kind == kind and one.is_saved]
 
     def take(self, counters: dict[str, Any], buffer: Buffer | None) -> Snapshot:
-        """Return this rank's current state. Without a buffer, live tensors in CPU memory are not copied."""
+        """Return this rank's current state. Without a buffer, live tensors are not copied."""
         named = {f"rng/{kind}": state for kind, state in _get_torch_rng().items()}
         saved: dict[str, dict[str, Any]] = {}
         for kind, piece, is_saved in self.pieces:
@@ -105,8 +106,8 @@ class RankState:
             "rng": _get_python_rng(),
         }
         live = list(named.values())
-        tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
-        parts = [_view_bytes(tensor).data for tensor in tensors if tensor.numel()]
+        tensors = buffer.copy(live) if buffer else [tensor.contiguous() for tensor in live]
+        parts = [_make_part(tensor) for tensor in tensors if tensor.numel()]
         header = memoryview(_make_header(named, {"state": json.dumps(state)}))
         return Snapshot(make_file_name(self.mesh.rank, self.engine), [header, *parts])
 
@@ -284,6 +285,30 @@ def _make_header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> by
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """The bytes of a tensor on a device, as a part of a file."""
+
+    flat: torch.Tensor  # uint8
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> DeviceBytes:
+        return cls(tensor.detach().reshape(-1).view(torch.uint8))
+
+    def __len__(self) -> int:
+        return self.flat.numel()
+
+    def __getitem__(self, place: slice) -> DeviceBytes:
+        return DeviceBytes(self.flat[place])
+
+    def copy_to(self, memory: memoryview) -> None:
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(self.flat)
+
+
+def _make_part(tensor: torch.Tensor) -> Part:
+    return _view_bytes(tensor).data if tensor.device.type == "cpu" else DeviceBytes.of(tensor)
 
 
 def _view_bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hpc_rl.config.options.training import OptimizerConfig
+from hpc_rl.core import checked_file
 from hpc_rl.core.errors import Damaged
 from hpc_rl.engines.shared import state
 from hpc_rl.engines.shared.mesh import Mesh
@@ -122,3 +123,26 @@ def test_a_flat_range_of_a_rectangle_is_cut_into_rectangles(shape, data):
     pieces = list(split_flat(rectangle, start, flat[start:end]))
     assert sum(piece.local.numel() for piece in pieces) == end - start
     assert all(torch.equal(piece.local, whole[piece.slices()]) for piece in pieces)
+
+
+def test_tensors_of_a_device_are_copied_to_cpu_memory_block_by_block(tmp_path, monkeypatch):
+    values = {"w": torch.randn(60, 50), "scale": torch.tensor(2.5), "t": torch.randn(50, 60).T}
+    pieces = part(values)[1].pieces()
+    (tmp_path / "host").mkdir()
+    (tmp_path / "device").mkdir()
+    want = state_of(pieces).take({"updates": 1}, None).write(tmp_path / "host")
+    sizes = list[int]()
+
+    def copy_to(self, memory: memoryview) -> None:
+        sizes.append(len(memory))
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(self.flat)
+
+    monkeypatch.setattr(state, "_make_part", state.DeviceBytes.of)
+    monkeypatch.setattr(state.DeviceBytes, "copy_to", copy_to)
+    monkeypatch.setattr(checked_file, "BLOCK_BYTES", 8192)
+    snapshot = state_of(pieces).take({"updates": 1}, None)
+    assert not sizes  # nothing is copied before the file is written
+    got = snapshot.write(tmp_path / "device")
+    (one,), (other,) = want, got
+    assert (tmp_path / "host" / one.name).read_bytes() == (tmp_path / "device" / other.name).read_bytes()
+    assert max(sizes) <= 8192 < sum(sizes)
