@@ -24,7 +24,7 @@ class Snapshot:
     """One rank's recover state at one instant, as the parts of its file."""
 
     name: str
-    parts: list[memoryview]
+    parts: list[checked_file.Part]
 
     def write(self, folder: Path, cancel: threading.Event | None = None) -> list[FileRecord]:
         """Write the file durably into an existing folder; may be called on any thread.
@@ -109,6 +109,7 @@ class Engine(Protocol):
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
     entropy_clamp: float  # share of the vocabulary that the entropy leaves out; set it before `initialize`
     publishes_model: bool  # publish whole models; false publishes an adapter alone
+    has_dropout: bool  # `train_batch` computes other log-probabilities than `logprobs`; set by `initialize`
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.

@@ -1,7 +1,10 @@
 """Metrics of a training batch: rewards and their parts, lengths, staleness, stats of workflows."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import pstdev
 
 import numpy as np
@@ -16,6 +19,37 @@ from hpc_rl.trainers.minibatches import is_useful
 
 logger = logging.getLogger(__name__)
 OF_REWARD = "reward/"  # prefix of the names of a reward's parts
+
+
+@dataclass(frozen=True)
+class MadeTokens:
+    """The tokens that the model generated, of R rows one after another."""
+
+    count_R: np.ndarray  # int64, tokens of each row
+    oldest_R: np.ndarray  # int64, the smallest step of each row's tokens, 0 without any
+    lineages_N: np.ndarray  # int32
+
+    @classmethod
+    def of(cls, rows: Sequence[Trajectory]) -> MadeTokens:
+        count_R = np.zeros(len(rows), np.int64)
+        if not rows:
+            return cls(count_R, count_R, np.zeros(0, np.int32))
+        mask_N, steps_N, lineages_N = (
+            np.concatenate([getattr(row, name) for row in rows])
+            for name in ("loss_mask", "steps", "lineages")
+        )
+        row_N = np.repeat(np.arange(len(rows)), [len(row.ids) for row in rows])
+        count_R = np.bincount(row_N[mask_N], minlength=len(rows))
+        oldest_R = np.zeros_like(count_R)
+        first_R = np.cumsum(count_R) - count_R
+        has_any = count_R > 0
+        if has_any.any():
+            oldest_R[has_any] = np.minimum.reduceat(steps_N[mask_N], first_R[has_any])
+        return cls(count_R, oldest_R, lineages_N[mask_N])
+
+    def is_of_other_lineage(self, lineage: int) -> bool:
+        """Return whether weights of another lineage made a token."""
+        return bool((self.lineages_N != lineage).any())
 
 
 class BatchMetrics:
@@ -35,22 +69,26 @@ class BatchMetrics:
     def __call__(self, stats: Tracker, step: int, lineage: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Report the batch of a step of `lineage`."""
         rows = [row for group in groups for row in group.trajectories]
-        staleness = [max(0, step - 1 - row.oldest_step()) for row in rows]
-        for row, age in zip(rows, staleness, strict=True):
-            stats.mean("reward", row.share * row.reward, row.share)
-            stats.mean("seq_len", len(row.ids), 1)
-            stats.mean("completion_len", int(row.loss_mask.sum()), 1)
-            stats.mean("truncated", float(row.finish_reason == "length"), 1)
-            stats.mean("staleness_mean", age, 1)
+        made = MadeTokens.of(rows)
+        staleness = np.maximum(0, step - 1 - made.oldest_R)
+        num_tokens = sum(len(row.ids) for row in rows)
+        stats.mean("reward", sum(row.share * row.reward for row in rows), sum(row.share for row in rows))
+        stats.mean("seq_len", num_tokens, len(rows))
+        stats.mean("completion_len", int(made.count_R.sum()), len(rows))
+        stats.mean("truncated", sum(row.finish_reason == "length" for row in rows), len(rows))
+        stats.mean("staleness_mean", int(staleness.sum()), len(rows))
+        for row in rows:
             self._own_stats(stats, row)
         self._warn_of_missing(rows)
         stats.value("reward_std", pstdev(row.reward for row in rows) if rows else 0.0)
         alike = sum(len({row.reward for row in group.trajectories}) == 1 for group in groups)
         stats.value("groups_alike", alike)
-        stats.value("staleness_max", max(staleness, default=0))
+        stats.value("staleness_max", int(staleness.max(initial=0)))
         # their age still counts by their step
-        stats.value("given_up", sum(self._is_given_up(row, lineage) for row in rows))
-        stats.value("num_tokens", sum(len(row.ids) for row in rows))
+        older = made.is_of_other_lineage(lineage)
+        given_up = sum(self._is_given_up(row, lineage) for row in rows) if older else 0
+        stats.value("given_up", given_up)
+        stats.value("num_tokens", num_tokens)
         stats.value(REGENERATED, sum(row.stats.get(REGENERATED, 0.0) for row in rows))
 
     def report_shaping(

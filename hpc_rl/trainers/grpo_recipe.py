@@ -138,7 +138,9 @@ class GRPO:
 
     def update(self, step: int, batch: Batch) -> None:
         """Train on a batch. Raises DataUnusable as UpdateWatch does, and ConfigError as OutputChecks does."""
-        self._describe(self.run.stats, step, self.run.lineage, batch.groups)
+        is_first_rank = self.run.ranks.rank == 0  # the only one that logs metrics
+        if is_first_rank:
+            self._describe(self.run.stats, step, self.run.lineage, batch.groups)
         scored = self.data.score(batch)
         actor = self.actor
         clipped = compute_clipped_share(
@@ -162,15 +164,22 @@ class GRPO:
                 minibatches = self.data.cut_minibatches(rows, rewards, credit, kept, has_entropy)
         # likely tokens of a teacher teach rows without credit, too
         taught = [row.loss_mask for row in rows] if self.data.top_k else credit
-        self._describe.report_shaping(self.run.stats, batch.groups, rows, taught, clipped)
+        if is_first_rank:
+            self._describe.report_shaping(self.run.stats, batch.groups, rows, taught, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if credit else [], credit)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
-        known = known or self.data.compute_logprobs(rows, [row for part in mine for row in part])
+        # the first update begins with the weights of the step's start
+        num_unknown = int(known is None and self.data.can_reuse_logprobs(rows))
+        if known is None:
+            later = mine[num_unknown:]
+            recomputed = [row for part in later for row in part] if later else None
+            known = self.data.compute_logprobs(rows, [row for part in mine for row in part], recomputed)
         num_successful = 0
         totals: Counter[str] = Counter()
         for number, (minibatch, part) in enumerate(zip(minibatches, mine, strict=True)):
-            sequences = self.data.make_sequences(step, scored, credit, known, part, kept)
+            is_unknown = number < num_unknown
+            sequences = self.data.make_sequences(step, scored, credit, known, part, kept, is_unknown)
             # without recomputed log-probabilities, only the first update has the weights of the step's start
             measures = number == 0 or known.recomputed is not None
             loss = partial(self.loss.compute, minibatch.divisors, measures)

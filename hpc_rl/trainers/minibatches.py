@@ -31,12 +31,14 @@ class ScoredRows:
     rewards_B: torch.Tensor  # with the length penalties
     group_B: torch.Tensor
     set_B: torch.Tensor  # int64, numbers of their data sets in a mixture
+    mask_BT: torch.Tensor  # bool, of the generated tokens
 
     def select(self, kept: list[int]) -> ScoredRows:
         rows = [self.rows[i] for i in kept]
-        return ScoredRows(
-            rows, self.given_B[kept], self.rewards_B[kept], self.group_B[kept], self.set_B[kept]
-        )
+        longest = max((len(row.ids) for row in rows), default=0)
+        of_rows = (self.given_B[kept], self.rewards_B[kept], self.group_B[kept], self.set_B[kept])
+        kept_B = torch.tensor(kept, dtype=torch.long)
+        return ScoredRows(rows, *of_rows, self.mask_BT[kept_B, :longest])
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,12 @@ def divide_rows(
     result = []
     for places in filter(None, balance([lengths[i] for i in members], num_minibatches)):
         part = [members[place] for place in places]
-        divisors = {}
+        divisors: dict[str, float] = {}
         for name, of_rows in masks.items():
-            counts = [int(of_rows[i].sum()) for i in part]
-            divisors[name] = float(max(1, sum(map(bool, counts)) if weight_by_row else sum(counts)))
+            same = next((known for known in divisors if masks[known] is of_rows), None)
+            counts = [] if same else [int(np.count_nonzero(of_rows[i])) for i in part]
+            weight = sum(map(bool, counts)) if weight_by_row else sum(counts)
+            divisors[name] = divisors[same] if same else float(max(1, weight))
         useful = [i for i in part if keep_all or is_useful(credit[i])]
         useful = useful or [min(part, key=lambda i: lengths[i])]
         by_rank = balance([lengths[i] for i in useful], num_data_ranks)

@@ -90,7 +90,8 @@ class PolicyData:
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         set_G = torch.tensor([self._find_set(group.index) for group in batch.groups], dtype=torch.long)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-        scored = ScoredRows(rows, rewards_B, rewards_B, group_B, set_G[group_B])
+        mask_BT = pad_rows([row.loss_mask for row in rows]) if rows else torch.zeros(0, 0, dtype=torch.bool)
+        scored = ScoredRows(rows, rewards_B, rewards_B, group_B, set_G[group_B], mask_BT)
         if not rows:
             return scored
         penalty_B = self.algorithm.penalize_lengths(self.make_rewards(scored), self.options)
@@ -121,11 +122,10 @@ class PolicyData:
         rows = scored.rows
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
         size = self.config.gconfig.n_samples
-        mask_BT = pad_rows([row.loss_mask for row in rows])
         shares = [row.share for row in rows]
         return RewardBatch(
             rewards_B=scored.rewards_B,
-            mask_BT=mask_BT,
+            mask_BT=scored.mask_BT,
             group_B=scored.group_B,
             given_B=scored.given_B,
             truncated_B=torch.tensor([row.finish_reason == "length" for row in rows]),
@@ -133,7 +133,7 @@ class PolicyData:
             share_B=torch.tensor(shares) if any(one != 1.0 for one in shares) else None,
             group_size=size,
             mixed_sizes=self._may_mix_sizes() and bool((sizes_G != size).any()),
-            token_rewards_BT=self._token_rewards(rows, mask_BT, known),
+            token_rewards_BT=self._token_rewards(rows, scored.mask_BT, known),
             values_BT=values_BT,
             set_B=scored.set_B if self.has_sets else None,
             **(self._teacher_columns(rows, known) if self.has_teacher else {}),
@@ -231,7 +231,8 @@ class PolicyData:
         """Return the log-probabilities of all rows; each rank computes a share. Collective."""
         lengths = [len(row.ids) for row in rows]
         mesh = self.run.engine.mesh
-        mine = self.compute_logprobs(rows, balance(lengths, mesh.num_data_ranks)[mesh.data_rank])
+        numbers = balance(lengths, mesh.num_data_ranks)[mesh.data_rank]
+        mine = self.compute_logprobs(rows, numbers, numbers)
         parts = (mine.recomputed, mine.reference)
         counts = mesh.is_data_leader  # its peers have the same rows
         return Known(
@@ -241,25 +242,43 @@ class PolicyData:
             )
         )
 
-    def compute_logprobs(self, rows: list[Trajectory], numbers: list[int]) -> Known:
-        """Return the log-probabilities of some rows under the current and the reference model, if needed."""
+    def can_reuse_logprobs(self, rows: list[Trajectory]) -> bool:
+        """Return whether the forward pass of a step's first update gives the proximal log-probabilities.
+
+        They are the ones of the step's start, so a pass before the update would compute the same numbers.
+        """
+        return (
+            self.recomputes
+            and not self.run.engine.has_dropout
+            and self.actor.prox_logp_method == "recompute"
+            and self.algorithm.logprob_temperature is None
+            and all(row.has_logprobs for row in rows)
+        )
+
+    def compute_logprobs(
+        self, rows: list[Trajectory], numbers: list[int], recomputed: list[int] | None
+    ) -> Known:
+        """Return the log-probabilities of some rows, if needed: `numbers` under the reference model.
+
+        `recomputed` are the rows for the current model; None means no row on any rank. Collective.
+        """
         if not rows:
             return Known(None, None)
-        masks = [rows[i].loss_mask for i in numbers]
-        columns = {"loss_mask": masks}
+        own = reference = None
+        if recomputed is not None and (self.recomputes or not all(row.has_logprobs for row in rows)):
+            own = self._run_model(self.run.engine, rows, recomputed)
+        if self.reference is not None:
+            reference = self._run_model(self.reference, rows, numbers)
+        return Known(own, reference)
+
+    def _run_model(self, engine: Scorer, rows: list[Trajectory], numbers: list[int]) -> dict[int, np.ndarray]:
+        columns = {"loss_mask": [rows[i].loss_mask for i in numbers]}
         temperature = self.algorithm.logprob_temperature
         if temperature is None:
             columns |= make_temperature_column([rows[i] for i in numbers], self.temperature)
             temperature = self.temperature
         sequences = Sequences([rows[i].ids for i in numbers], columns)
-
-        def by_row(engine: Scorer | None) -> dict[int, np.ndarray] | None:
-            if engine is None:
-                return None
-            return dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
-
-        recompute = self.recomputes or not all(row.has_logprobs for row in rows)
-        return Known(by_row(self.run.engine if recompute else None), by_row(self.reference))
+        return dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))
 
     def _prox_and_behav(self, rows: list[Trajectory], known: Known, i: int) -> tuple[np.ndarray, np.ndarray]:
         recomputed = None if known.recomputed is None else known.recomputed[i]
@@ -278,18 +297,28 @@ class PolicyData:
         known: Known,
         part: list[int],
         kept: list[np.ndarray] | None,
+        is_unknown: bool = False,
     ) -> Sequences:
+        """Return the rows `part` of a mini-batch with their columns.
+
+        `is_unknown`: the proximal log-probabilities are not `known`; they are the ones of the update's own
+        forward pass, so the loss gets no column for them.
+        """
         rows = scored.rows
-        pairs = [self._prox_and_behav(rows, known, i) for i in part]
         columns = {
             "loss_mask": [rows[i].loss_mask for i in part],
             "credit": [credit[i] for i in part],
-            "prox": [prox for prox, _ in pairs],
-            "behav": [behav for _, behav in pairs],
             "fresh_mask": [rows[i].steps == step - 1 for i in part],
             **make_temperature_column([rows[i] for i in part], self.temperature),
         }
-        if known.recomputed is not None:
+        if is_unknown:
+            columns["sampled"] = [rows[i].logprobs for i in part]
+            if self.is_decoupled:
+                columns["behav"] = columns["sampled"]
+        else:
+            pairs = [self._prox_and_behav(rows, known, i) for i in part]
+            columns["prox"], columns["behav"] = [prox for prox, _ in pairs], [behav for _, behav in pairs]
+        if known.recomputed is not None and not is_unknown:
             columns["recomputed"] = [known.recomputed[i] for i in part]
             columns["sampled"] = [
                 rows[i].logprobs if rows[i].has_logprobs else known.recomputed[i] for i in part

@@ -55,7 +55,9 @@ class PolicyLoss:
         """
         columns, mask_T = batch.columns_T, batch.columns_T["loss_mask"]
         current_T = batch.logprobs_T.detach()
-        prox_T, behav_T, sums = columns["prox"], columns["behav"], {}
+        # without columns the proximal policy is the current one, and sampled the tokens unless decoupled
+        prox_T = columns.get("prox", current_T)
+        behav_T, sums = columns.get("behav", prox_T), {}
         if self.prox_logp_method != "recompute":
             line_T = interpolate_proximal(current_T, behav_T, columns["version_share"])
             if self.prox_logp_method == "loglinear":

@@ -21,6 +21,7 @@ class RecordingEngine:
     """Records the batches it is given, and runs the loss with log-probabilities of -1."""
 
     mesh = Mesh()
+    has_dropout = True  # its passes differ: log-probabilities are recomputed before the first update
 
     def __init__(self, logprob: float = -1.0) -> None:
         self.logprob = logprob

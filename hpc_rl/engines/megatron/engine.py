@@ -95,6 +95,7 @@ class MegatronEngine(TrainedEngine):
         self.device = torch.device(device)
         self.pin_memory = False  # copy inputs to the GPU through page-locked memory
         self.entropy_clamp = 0.0  # share of the vocabulary that the entropy leaves out
+        self.has_dropout = False
         self.seed = seed
         self.frozen = frozen
         chunks = config.megatron.virtual_pipeline_size

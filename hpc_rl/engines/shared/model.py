@@ -319,9 +319,19 @@ def _refuse_other_heads(hf: Any) -> None:
         raise NotBuilt(f"{hf.config.model_type} models with a bias in the output head can't be trained yet")
 
 
+def has_dropout(hf: Any) -> bool:
+    """Return whether two training passes of a model differ."""
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in hf.modules())
+    return modules or any(_is_dropout(name) and value for name, value in vars(hf.config).items())
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or name.endswith("pdrop")
+
+
 def _disable_dropout(hf: Any) -> None:
     for name, value in vars(hf.config).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and _is_dropout(name):
             setattr(hf.config, name, 0.0)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):

@@ -151,3 +151,28 @@ def test_recomputed_log_probabilities_are_compared_with_the_sampled_ones(tmp_pat
     w = np.exp([0.0, 0.5, -2.0])
     assert numbers["mismatch_ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
     assert numbers["behave_imp_weight"] == 1  # measured, not corrected
+
+
+def test_the_first_update_needs_no_pass_before_it(tmp_path):
+    """Its own forward pass has the proximal log-probabilities, -1; the tokens were sampled at -2."""
+    recipe = make_recipe(tmp_path, use_decoupled_loss=True)
+    recipe.run.engine.has_dropout = False
+    recipe.run.engine.logprobs = None  # any pass fails
+    numbers, _ = run_step(recipe)
+    assert numbers["importance_weight"] == 1 and numbers["behave_imp_weight"] == pytest.approx(E)
+    assert numbers["mismatch_log_w_mean"] == 1
+    ((rows, *_),) = recipe.run.engine.updates
+    assert "prox" not in rows.columns
+
+
+@pytest.mark.parametrize("options", [{"use_decoupled_loss": True}, {"recompute_logprob": True}])
+def test_later_updates_take_the_log_probabilities_of_the_start(tmp_path, options):
+    recipe = make_recipe(tmp_path, -1.5, -1.5, -1.5, ppo_n_minibatches=2, **options)
+    recipe.run.engine.has_dropout = False
+    recomputed, compute = [], recipe.run.engine.logprobs
+    recipe.run.engine.logprobs = lambda rows, at: recomputed.extend(rows.ids) or compute(rows, at)
+    recipe.update(6, batch_of([1.0, 0.0, 1.0, 0.0]))
+    (first, *_), (second, *_) = recipe.run.engine.updates
+    assert len(recomputed) == len(second.ids) == 2 and len(first.ids) == 2
+    assert "prox" not in first.columns and second.columns["prox"][0][-1] == -1.5
+    assert ("behav" in first.columns) == bool(options.get("use_decoupled_loss"))
