@@ -51,6 +51,8 @@ from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.plan.train_mesh import find_remainders
 
 MAX_RANKS = 4096  # upper limit of the search for more ranks
+# Share of a GPU's nominal memory that programs can use: 79 GiB of an H100, 139 GiB of an H200 with 141 GB
+USABLE_SHARE = 79 / 80
 # Share of a GPU for weights and cache if the server decides it; the servers' defaults are close to it.
 USUAL_SHARE = 0.9
 _SHARES = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
@@ -125,7 +127,7 @@ class Estimate:
     trainer: RankMemory
     ranks: int
     ranks_per_node: int
-    gpu_bytes: int | None  # size of a GPU; None if unknown, or without GPUs
+    gpu_bytes: int | None  # usable memory of a GPU; None if unknown, or without GPUs
     work: Work
     servers: list[ServerMemory]
     disk: DiskUse
@@ -183,7 +185,7 @@ def estimate(
         trainer=estimate_rank_memory(load),
         ranks=unit.num_tasks,
         ranks_per_node=unit.tasks_per_node,
-        gpu_bytes=gpu_gb * GB if gpu_gb else None,
+        gpu_bytes=int(gpu_gb * GB * USABLE_SHARE) if gpu_gb else None,
         work=work,
         servers=_estimate_servers(config, plan, models, gpu_gb),
         disk=_estimate_disk(config, shape, load.critic_shape, work.steps, work.tokens),
@@ -297,7 +299,7 @@ def _estimate_server(
             token_bytes = 0.0  # it keeps nothing
     elif gpu_gb is not None:
         share = getattr(section, _SHARES[servers.backend]) or USUAL_SHARE
-        cache_bytes = gpu_gb * GB * share - weight_bytes
+        cache_bytes = gpu_gb * GB * USABLE_SHARE * share - weight_bytes
         if plan.shares_gpus:  # CUDA of the trainer stays
             cache_bytes -= CUDA_BYTES
         if cache_bytes < token_bytes:
@@ -329,7 +331,7 @@ def _count_weights(section: Any, servers: Servers, shape: ModelShape, num_parts:
 def _describe_too_large(
     view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: int, share: float
 ) -> str:
-    section, usable = getattr(view, servers.backend), gpu_gb * GB * share
+    section, usable = getattr(view, servers.backend), gpu_gb * GB * USABLE_SHARE * share
     weight_bytes, _ = _count_weights(section, servers, shape, servers.t)
     n_nodes, n_gpus = view.cluster.n_nodes, view.cluster.n_gpus_per_node
     most_nodes = n_nodes - 1 if has_trainer(view) else n_nodes  # a trainer needs a node beside theirs
@@ -434,9 +436,10 @@ def _find_gpu_problems(section: str, found: Estimate) -> Iterator[Refusal]:
     if memory.device_bytes <= size:
         return
     fits = "; or ".join(_find_remedies(section, found, size)) or "no change that hpc-rl knows"
+    nominal_gb, largest = round(size / GB / USABLE_SHARE), _format_largest(memory.device_items, 4)
     why = (
-        f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but {_GPU_MEMORY} is "
-        f"{size // GB}: {_format_largest(memory.device_items, 4)}. What fits: {fits}. "
+        f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but {_GPU_MEMORY} {nominal_gb} "
+        f"leaves {format_gb(size)}: {largest}. What fits: {fits}. "
         f"{_GPU_MEMORY} null disables this check"
     )
     yield Refusal(option="", kind=Kind.MACHINE, why=why, related=(_GPU_MEMORY, "allocation_mode"))

@@ -3,11 +3,11 @@
 Of a model only the content of its config.json is known: decoders like Llama, Mistral, Qwen2 and Qwen3, also
 with experts, and no other kinds of model.
 
-One part of the memory is permanent. The rest varies, so the peak is the largest of three moments of a
-micro-batch: the loss (all kept activations, and the logits), the backward pass of one layer, and the sum of
-the gradients outside of the layers. In a pipeline the last stage has the loss, and the first stage the most
-micro-batches in flight. Sizes are in bytes; b is the size of a value in the compute type, r in the type of
-summed gradients.
+One part of the memory is permanent. The rest varies, so the peak is the largest of some moments of a
+micro-batch: the loss (all kept activations, and the logits), the backward pass of one layer, the sum of the
+gradients outside of the layers, and a pass of the reference model, whose layers are gathered, too. In a
+pipeline the last stage has the loss, and the first stage the most micro-batches in flight. Sizes are in
+bytes; b is the size of a value in the compute type, r in the type of summed gradients.
 """
 
 from __future__ import annotations
@@ -208,6 +208,11 @@ class RankLoad:
         return DTYPE_BYTES[self.engine.dtype]
 
     @property
+    def outer_compute_bytes(self) -> int:
+        """Size of a value outside of the layers while they compute."""
+        return 4 if self.engine.fsdp.float32_head and not self.is_megatron else self.compute_bytes
+
+    @property
     def is_megatron(self) -> bool:
         return self.mesh.backend == "megatron"
 
@@ -355,6 +360,8 @@ def estimate_rank_memory(load: RankLoad) -> RankMemory:
         moments["the gather outside of the layers"] = {"gathered blocks": gathered}
     elif load.is_sharded:
         moments["the sum of gradients outside of the layers"] = _count_reduction(load)
+    if load.reference is not None and load.reference_shape is not None:
+        moments["a pass of the reference model"] = _count_reference_pass(load)
     exported = load.compute_bytes * count_trained(load.shape, load.engine)
     first = {"a file of weights": float(min(FILE_BYTES, exported))}
     found = RankMemory(_count_standing(load), moments, _count_host(load), first)
@@ -453,6 +460,9 @@ def _count_reference_bytes(load: RankLoad) -> float:
     assert load.reference is not None and load.reference_shape is not None
     value_bytes = DTYPE_BYTES[load.reference.dtype]
     copied = replace(load, shape=load.reference_shape, engine=load.reference)
+    more = copied.outer_compute_bytes - value_bytes
+    if more and not load.is_megatron:
+        return value_bytes * copied.shard_params + more * copied.outer_params / copied.num_shards
     return value_bytes * (copied.rank_params if load.is_megatron else copied.shard_params)
 
 
@@ -461,14 +471,14 @@ def _count_gathered(load: RankLoad) -> float:
     if not load.is_sharded:
         return 0.0
     layers = 1 + load.on_gpu if load.engine.fsdp.reshard_after_forward else load.num_layers
-    return load.compute_bytes * (load.outer_params + layers * load.layer_params)
+    return load.outer_compute_bytes * load.outer_params + load.compute_bytes * layers * load.layer_params
 
 
 # -- the moments
 
 
 def _count_loss(load: RankLoad) -> Items:
-    b, shape, tokens = load.compute_bytes, load.shape, load.tokens / load.mesh.c
+    b, shape, tokens = load.outer_compute_bytes, load.shape, load.tokens / load.mesh.c
     kept = load.last_in_flight * _count_kept(load)
     # the last norm, the hidden states of the trained tokens, and their gradient
     items = {
@@ -497,6 +507,21 @@ def _choose_tile(vocabulary: float, on_gpu: bool) -> tuple[int, float]:
     return (rows, vocabulary) if on_gpu or rows >= TILE_ROWS else (TILE_ROWS, TILE_COLUMNS)
 
 
+def _count_reference_pass(load: RankLoad) -> Items:
+    """Return the memory of a forward pass of the reference model, which keeps no activations."""
+    assert load.reference is not None and load.reference_shape is not None
+    own = replace(load, shape=load.reference_shape, engine=load.reference)
+    b, shape, tokens = own.compute_bytes, own.shape, load.tokens / load.mesh.c
+    rows, columns = _choose_tile(shape.vocabulary / load.mesh.t, load.on_gpu)
+    is_sharded = own.num_shards > 1 or own.engine.fsdp.offload_params  # a single rank has it whole
+    return {
+        "gathered blocks": _count_gathered(own) if is_sharded else 0.0,
+        # the MLP's factors and their product, the residual, the normalized input and the result
+        "activations": tokens * b * (3 * shape.active_mlp_width / load.mesh.t + 3 * shape.width),
+        "logits of a chunk": 4 * min(tokens, rows) * columns,
+    }
+
+
 def _count_layer_backward(load: RankLoad) -> Items:
     b, tokens = load.compute_bytes, load.tokens / load.mesh.c
     kept, shape = load.most_in_flight * _count_kept(load), load.shape
@@ -516,7 +541,7 @@ def _count_layer_backward(load: RankLoad) -> Items:
         mlp_width = shape.expert_width if shape.num_experts else shape.mlp_width / load.mesh.t
         items["gradients of a layer"] = b * 2 * shape.width * mlp_width
     else:
-        items["gradient of the head"] = b * load.table_params
+        items["gradient of the head"] = load.outer_compute_bytes * load.table_params
     if load.is_sharded:  # whole gradients; on GPUs the previous layer's are summed at the same time
         summed = _get_reduce_bytes(load) if load.on_gpu else 0
         items["gradients of a layer"] = (b + summed) * load.layer_params
@@ -524,7 +549,7 @@ def _count_layer_backward(load: RankLoad) -> Items:
 
 
 def _count_reduction(load: RankLoad) -> Items:
-    b, r, outer = load.compute_bytes, _get_reduce_bytes(load), load.outer_params
+    b, r, outer = load.outer_compute_bytes, _get_reduce_bytes(load), load.outer_params
     summed = r * outer / load.num_shards
     table = load.shape.table_params / load.mesh.t
     if load.on_gpu:
@@ -633,9 +658,7 @@ def _round_page_locked(size: float) -> float:
 
 def _count_snapshot_bytes(load: RankLoad) -> float:
     """Return the bytes of the CPU copy of parameters and moments that a checkpoint needs."""
-    if load.saves_copies:
-        size = 12 * load.trained_params
-        return _round_page_locked(size) if load.on_gpu and size else size
-    if not load.on_gpu or load.engine.fsdp.offload_params:
+    if not load.saves_copies:
         return 0.0  # written without a copy
-    return (4 if _has_offloaded_moments(load) else 12) * load.trained_params
+    size = 12 * load.trained_params
+    return _round_page_locked(size) if load.on_gpu and size else size

@@ -104,6 +104,9 @@ class FSDPEngineConfig:
     replicate_size: PositiveInt = 1
     """Number of groups of data ranks (HSDP). Each group has a whole copy of the model, divided among its
     ranks. 1 divides one copy among all ranks. hpc-rl extension."""
+    float32_head: bool = False
+    """Compute in float32 outside of the layers, so also the output head and the logits, with a `dtype` of 16
+    bits. The log-probabilities are then closer to those of servers with a float32 head. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

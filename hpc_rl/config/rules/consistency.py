@@ -180,6 +180,20 @@ RELATIONS: tuple[Relation, ...] = (
         )
         for model in _MODELS
     ),
+    *(
+        Relation(
+            f"{model}.fsdp.float32_head", (False,), f"{model}.dtype", ("float32",),
+            "the whole model is float32", "remove it", Kind.NO_EFFECT,
+        )
+        for model in _MODELS
+    ),
+    *(
+        Relation(
+            f"{model}.fsdp.float32_head", (False,), f"{model}.use_lora", (True,),
+            "the frozen weights have the type `dtype`", "remove one of the two",
+        )
+        for model in _MODELS
+    ),
 )  # fmt: skip
 
 

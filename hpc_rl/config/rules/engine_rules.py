@@ -20,6 +20,7 @@ _IN_PLACE = {  # option of another engine -> replacement with megatron
     "fsdp.offload_activations": "t, c and p divide them",
     "fsdp.reshard_after_forward": "parameters are never gathered for a layer alone",
     "fsdp.replicate_size": "megatron.ddp.use_distributed_optimizer false keeps whole moments on each rank",
+    "fsdp.float32_head": "logits are float32, but the head's weights have the type `dtype`",
     "grad_reduce_dtype": "use megatron.ddp.grad_reduce_in_fp32",
     "optimizer.offload": "use more data ranks, which share out the moments",
 }

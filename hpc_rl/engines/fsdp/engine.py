@@ -89,19 +89,23 @@ class FSDPEngine(TrainedEngine):
         self.model = model.build(self.config, self.seed, self.frozen, self.device, self._layout)
         self.model.entropy_clamp = self.entropy_clamp
         self.layout = self.model.layout
+        self.has_dropout = model.has_dropout(self.model.hf)
         self.trainable = trainable.choose(self.config, self.model.hf)
         saved = set(self.model.hf.state_dict())
         self.buffer_names = [name for name, _ in self.model.hf.named_buffers() if name in saved]
         if self.frozen:
             # buffers keep their type: positions in bfloat16 would be wrong
+            kept = self._list_float32_parameters()
             for parameter in self.model.parameters():
                 parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
+                if parameter not in kept:
+                    parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         offload = self.config.fsdp.offload_params
         self.partial: set[str] = set()  # parameters whose gradients must be summed over the tensor ranks
         self.device_mesh: DeviceMesh | None = None
         is_sharded = self.mesh.num_ranks > 1 or offload
-        is_sharded = is_sharded or (self.config.dtype != "float32" and not self.frozen)
+        has_two_types = not self.frozen or self.config.fsdp.float32_head
+        is_sharded = is_sharded or (self.config.dtype != "float32" and has_two_types)
         if is_sharded:
             self._enter_mesh()
         self.trainable.attach(self.model.hf)
@@ -168,9 +172,8 @@ class FSDPEngine(TrainedEngine):
         home = OffloadPolicy()
         if self.config.fsdp.offload_params:
             home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        wrap = self.config.fsdp.wrap_policy
         reshard = self.config.fsdp.reshard_after_forward
-        for block in self.model.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None):
+        for block in self._list_blocks():
             fully_shard(
                 block,
                 mesh=mesh,
@@ -178,7 +181,21 @@ class FSDPEngine(TrainedEngine):
                 mp_policy=precision,
                 offload_policy=home,
             )
+        if self.config.fsdp.float32_head:
+            precision = MixedPrecisionPolicy(None, reduce)
         fully_shard(self.model, mesh=mesh, mp_policy=precision, offload_policy=home)
+
+    def _list_blocks(self) -> list[torch.nn.Module]:
+        """Return the modules that are sharded one by one."""
+        wrap = self.config.fsdp.wrap_policy
+        return self.model.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None)
+
+    def _list_float32_parameters(self) -> set[torch.nn.Parameter]:
+        """Return the parameters that stay in float32 in a model of 16 bits."""
+        if not self.config.fsdp.float32_head:
+            return set()
+        in_blocks = {parameter for block in self._list_blocks() for parameter in block.parameters()}
+        return set(self.model.parameters()) - in_blocks
 
     def _check_mesh(self) -> None:
         mesh, copies = self.mesh, self.config.fsdp.replicate_size

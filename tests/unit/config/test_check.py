@@ -96,6 +96,16 @@ def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -
             "actor.fsdp.offload_activations",
             Kind.NO_EFFECT,
         ),
+        (
+            ["actor.fsdp.float32_head=true"],
+            "actor.fsdp.float32_head",
+            Kind.NO_EFFECT,
+        ),  # on CPUs all is float32
+        (
+            ["cluster.n_gpus_per_node=8", "actor.fsdp.float32_head=true", "actor.use_lora=true"],
+            "actor.fsdp.float32_head",
+            Kind.CONFLICT,
+        ),
         (["ref.path=/m", "ref.fsdp.offload_params=true"], "ref.fsdp.offload_params", Kind.NO_EFFECT),
         (
             ["cluster.n_gpus_per_node=8", "actor.optimizer.offload=true", "actor.fsdp.offload_params=true"],

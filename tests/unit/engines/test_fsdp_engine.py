@@ -422,3 +422,32 @@ def test_training_goes_on_after_its_memory_was_given_away(model_dir, dtype):
         assert not any(one.nbytes() for one in storages)
         offload.move_back()
         assert_equal_weights(weights_of(moved), weights_of(whole))
+
+
+def test_a_float32_head_computes_logits_from_unrounded_weights(model_dir, monkeypatch) -> None:
+    heads: list[tuple[torch.Tensor, torch.Tensor]] = []
+    real = model.token_logprobs
+
+    def recorded(hidden, head, *rest, **more):
+        heads.append((hidden.detach().clone(), head.detach().clone()))
+        return real(hidden, head, *rest, **more)
+
+    monkeypatch.setattr(model, "token_logprobs", recorded)
+    options = {"dtype": "bfloat16", "fsdp": FSDPEngineConfig(float32_head=True)}
+    whole = engine_of(model_dir).model.hf.get_output_embeddings().weight.detach()
+    assert not torch.equal(whole, whole.bfloat16().float())
+    engine = engine_of(model_dir, **options)
+    widths: list[torch.dtype] = []
+    layer = engine.model.hf.model.layers[0]
+    layer.self_attn.o_proj.register_forward_hook(lambda module, *_: widths.append(module.weight.dtype))
+    logprobs = engine.logprobs(some_rows(), 1.0)
+    frozen = FSDPEngine(config_of(model_dir, init_from_scratch=True, **options), frozen=True)
+    frozen.initialize(0)
+    assert_close(frozen.logprobs(some_rows(), 1.0), logprobs, 1e-6)
+    assert len(heads) >= 2
+    for hidden, head in heads:
+        assert hidden.dtype == head.dtype == torch.float32
+        torch.testing.assert_close(head, whole, atol=0, rtol=0)  # not rounded
+    assert set(widths) == {torch.bfloat16}  # the layers compute in the type of the option
+    assert train(engine)["update_successful"] == 1
+    assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.bfloat16}
