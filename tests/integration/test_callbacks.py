@@ -69,5 +69,5 @@ def test_callbacks_of_a_trial(tmp_path):
         "1 error; training continues. The last one: on_step of mine:Raises at step 2 raised RuntimeError"
         in shown
     )
-    assert "(mine.py:14, in on_step)" in shown
+    assert "(mine.py:13, in on_step)" in shown
     assert "CALLBACK FAILED" in hpc_rl("logs", "called", "-n", "500", cwd=tmp_path).stdout

@@ -56,6 +56,9 @@ class Engine(RecordingEngine, FakeEngine):
         Engine.now += STEP_S
         return super().train_batch(*batch, **more)
 
+    def counters(self) -> dict[str, int]:
+        return {**FakeEngine.counters(self), "adam_steps": self.total}
+
     def export(self, folder: Path, tokenizer: Path | None = None) -> None:
         (folder / "tokenizer").write_text(str(tokenizer))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from toy_trials import ROOT, hpc_rl, logs_of, make_toy, trial_of
 
+from hpc_rl.core.records import EventKind, load_events
 from hpc_rl.core.trial import Trial
 from hpc_rl.stats.read import load_history
 from hpc_rl.status.submitted_jobs import load_jobs
@@ -53,6 +54,13 @@ def ends_of(trial: Trial) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def is_stopping(trial: Trial) -> bool:
+    """Return whether the supervisor of the first start was told to save and end."""
+    assert not ends_of(trial)
+    [attempt] = trial.attempts.iterdir()
+    return any(event.kind is EventKind.STOPPING for event in load_events(trial.attempt(attempt.name)))
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("rates", "seeds", "max_running"),
@@ -75,7 +83,7 @@ def test_an_array_of_trials_resumes_after_a_preemption(cluster, folder, until, r
     waiting = hpc_rl("status", trials[-1].name, cwd=folder).stdout
     assert "pending" in waiting and "as many tasks of its array run as may run at once" in waiting
     cluster.run("sbatch", *PREEMPTS)
-    until(lambda: all(len(ends_of(trial)) == 0 and load_jobs(trial)[0].by_signal for trial in first), 120)
+    until(lambda: all(map(is_stopping, first)), 120)
     (folder / "go").touch()
 
     def is_done() -> bool:
