@@ -10,6 +10,7 @@ import enum
 import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_rl.core.errors import ExitCode, JobEvent
 from hpc_rl.core.records import EndedRecord, JobRecord, find_newest_job, load_job_state
@@ -62,6 +63,11 @@ def submit_servers(
     tag = f"{tag}:servers"
     options = (make_comment_option(trial, tag),) if again else ()
     spec = JobSpec(f"{trial.job_name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
+    return _submit(trial, spec, serves, scheduler, num_tasks=len(plan.list_server_tasks()))
+
+
+def _submit(trial: Trial, spec: JobSpec, serves: str, scheduler: Scheduler, **more: Any) -> str:
+    """Submit servers and record the job; return its id."""
     job_id = scheduler.submit(spec)
     made = JobRecord(
         job_id=job_id,
@@ -69,8 +75,8 @@ def submit_servers(
         serves=serves,
         scheduler=scheduler.name,
         time=time.time(),
-        tag=tag,
-        num_tasks=len(plan.list_server_tasks()),
+        tag=spec.tag,
+        **more,
     )
     create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
     return job_id
@@ -103,21 +109,8 @@ def replace_servers(
     tag = f"{tag}:servers:{attempt}:{number}"
     num_nodes = len(plan.list_server_tasks()[number])
     options = (make_comment_option(trial, tag), f"--array={number}", f"--nodes={num_nodes}")
-    name = f"{trial.job_name}.servers"
-    job_id = scheduler.submit(JobSpec(name, trial.scripts / SCRIPT, tag, ("", "0", serves), options))
-    made = JobRecord(
-        job_id=job_id,
-        kind=JobRecord.SERVERS,
-        serves=serves,
-        scheduler=scheduler.name,
-        time=time.time(),
-        tag=tag,
-        num_tasks=1,
-        first_task=number,
-        replaces=attempt,
-    )
-    create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
-    return job_id
+    spec = JobSpec(f"{trial.job_name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
+    return _submit(trial, spec, serves, scheduler, num_tasks=1, first_task=number, replaces=attempt)
 
 
 def list_server_jobs(trial: Trial, array: ServerArray) -> list[str]:

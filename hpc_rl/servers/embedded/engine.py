@@ -138,7 +138,7 @@ class EmbeddedEngine:
             and (changes.base is None or str(changes.base) == self.version)
             and self.model.apply(changes)
         ):
-            source = f"changes since {changes.base}" if changes.base else "its published values"
+            source = f"changes since {changes.base}" if changes.base else f"its published values in {path}"
         else:
             self.model.load(path)
             source = path
