@@ -99,13 +99,18 @@ def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(c
     cluster.kill_node(next(iter(nodes.values()))[1])
     one.wait_for_servers(1)
     one.wait_for_steps(3)
+
+    def find_task() -> tuple[str, str]:
+        lines = cluster.run("squeue", "--noheader", "--format=%i %T").splitlines()
+        [(task, state)] = [line.split() for line in lines if "_0" in line]
+        return task, state
+
+    # a node that returns before Slurm misses it leaves the task running, and the replica starts again in it
+    wait_for(lambda: find_task()[1] == "PENDING", one.trial)
     cluster.up()
-    [task] = [
-        line for line in cluster.run("squeue", "--noheader", "--format=%i %T").split("\n") if "_0" in line
-    ]
 
     def returns() -> bool:
-        cluster.hurry(task.split()[0])
+        cluster.hurry(find_task()[0])
         return one.list_serving().keys() == {0, 1}
 
     wait_for(returns, one.trial, 300)
