@@ -19,6 +19,7 @@ from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.core import net
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.http_service import HttpService
+from hpc_rl.core.proc import spare_garbage_collector
 from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
@@ -109,6 +110,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         report_to, lambda: describe_progress(service), lambda: report_servers(count_live_servers())
     )
     renewing = _renew(lease, record, service)
+    spare_garbage_collector()
     duties = {
         asyncio.create_task(duty)
         for duty in (service.run(), executor.wait_for_failure(), renewing, _wait_for_stop(context), report)

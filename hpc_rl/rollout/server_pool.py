@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,6 +57,8 @@ class ServerPool:
         self.name, self.tokenizer = name, tokenizer
         self._router, self._context, self._trace = router, context, trace
         self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
+        name_of_pool = uuid.uuid4().hex
+        self._rids = (f"{name_of_pool}-{number:08x}" for number in itertools.count())
         self._is_exact = False  # whether requests exclude weights newer than their minimum
         self._configure_sampling(gconfig, "gconfig")
 
@@ -125,8 +128,8 @@ class ServerPool:
         }
         if temperature is not None:
             own["temperature"] = temperature
-        rid = uuid.uuid4().hex
-        return GenerateRequest(input_ids, {**self._sampling, **own}, rid, min_version, self._is_exact)
+        sampling = {**self._sampling, **own}
+        return GenerateRequest(input_ids, sampling, next(self._rids), min_version, self._is_exact)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of a chat up to the model's reply. Raises ConfigError without a chat template."""
