@@ -66,7 +66,7 @@ class RewardBatch(NamedTuple):
         return self._replace(**changes)
 
     def list_inputs(self) -> list[torch.Tensor | None]:
-        """Return the tensors from which credit is computed."""
+        """Return the inputs of credit."""
         return [self.rewards_B, self.token_rewards_BT, self.values_BT, self.teacher_BT]
 
 

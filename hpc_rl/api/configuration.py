@@ -125,7 +125,7 @@ def load(
 
 
 def check(config: Configuration | PathLike, **options: Any) -> CheckReport:
-    """Run every check of `hpc-rl check`, and return what they found. Writes and submits nothing.
+    """Run every check of `hpc-rl check`, and return their results. Writes and submits nothing.
 
     `config` is a loaded configuration or a YAML file. Unusable options are refusals in the report.
     """

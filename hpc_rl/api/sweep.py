@@ -36,12 +36,12 @@ class Sweep:
 
     @property
     def dir(self) -> Path:
-        """Its directory, beside those of its trials."""
+        """Its directory, next to the directories of its trials."""
         return self._sweep.dir
 
     @property
     def metric(self) -> str:
-        """The metric by which its trials are compared; `held-out` is the main measure on held-out data."""
+        """The metric that compares its trials; `held-out` is the main measure on held-out data."""
         return self._record.metric
 
     @property
@@ -104,7 +104,7 @@ class Sweep:
         )
 
     def cancel(self) -> None:
-        """Cancel all its trials; those that run save their state. Raises CannotWrite, SchedulerError."""
+        """Cancel all its trials; running trials save their state. Raises CannotWrite, SchedulerError."""
         for one in self._record.trials:
             trial = self._sweep.trial(one.name)
             if trial.dir.is_dir():

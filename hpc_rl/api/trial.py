@@ -1,4 +1,4 @@
-"""A trial from Python: its state, its results, and what commands do with it."""
+"""A trial from Python: its state, its results, and the work of the commands."""
 
 import os
 import time
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the allocation in which devices generated or trained; None if it is not known."""
+        """The share of the allocation that went into generation or training; None if it is not known."""
         return self._report.goodput.share
 
     def html(self) -> str:
@@ -348,7 +348,7 @@ class Trial:
 
 
 class Trials(list[Trial]):
-    """Trials, the newest submission first, with what a list shows of them."""
+    """Trials, the newest submission first, with the columns of a list."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         super().__init__(Trial(row["dir"]) for row in rows if row["state"] != listing.GONE)
@@ -368,8 +368,8 @@ def list_trials(*names: str, experiment: str | None = None, state: str | None = 
 
     Args:
         names: Trial names, or experiment/name; * and ? match. None means all.
-        experiment: Only those of an experiment; * and ? match.
-        state: Only those in a state, or in several: `running`, or `done,failed`.
+        experiment: Only trials of an experiment; * and ? match.
+        state: Only trials in a state, or in several: `running`, or `done,failed`.
 
     Raises ConfigError for an unknown state.
     """

@@ -8,7 +8,7 @@
         async def episode(self, item, conversation):
             return float((await conversation.reply()).strip() == item["answer"])
 
-`hpc-rl env serve sums.py` runs it. The protocol is that of Atropos: an environment written for atroposlib
+`hpc-rl env serve sums.py` runs it. The protocol is Atropos's: an environment written for atroposlib
 works with hpc-rl, and an environment of hpc-rl works with atroposlib's API server.
 """
 

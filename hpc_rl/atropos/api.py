@@ -73,7 +73,7 @@ class AtroposApi:
 
     Args:
         outside: The groups from outside in the rollout service.
-        lookup: Finds what the gateway knows about tokens.
+        lookup: Finds the gateway's records of tokens.
         trial: Facts for environments.
         max_queued_batches: Batches of one environment that may wait before its acknowledgements are delayed.
     """

@@ -34,7 +34,7 @@ def make_parser() -> CommandParser:
     )
     wait = "seconds to wait for the job to finish (default: 0)"
     made.add_argument("--wait_s", type=Seconds, default=0.0, metavar="SECONDS", help=wait)
-    made.add_json("what was done")
+    made.add_json("the result")
     return made
 
 

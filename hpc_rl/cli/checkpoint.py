@@ -113,7 +113,7 @@ def _format_table(rows: list[dict[str, Any]], metric: str) -> list[str]:
 
 def _make_verify_parser() -> CommandParser:
     made = _make_parser(
-        "read every byte of the checkpoints and report what was damaged; exit code 1 if anything was",
+        "read every byte of the checkpoints and report damaged files; exit code 1 if anything was",
         "Only reads: damaged checkpoints are set aside by the trainer's next start.",
     )
     made.add_argument("--step", type=Count, help="only the checkpoint of this step (default: all)")

@@ -72,7 +72,7 @@ def print_config(loaded: Loaded) -> int:
 
 
 def _make_diff_parser() -> CommandParser:
-    made = CommandParser("the options in which two configurations differ", "Exit code 1 if there are any.")
+    made = CommandParser("the options that differ in two configurations", "Exit code 1 if there are any.")
     made.add_completed("a", help="YAML file, the config.json of a trial, or a trial, with its user code")
     made.add_completed("b", help="the same")
     made.add_flag(

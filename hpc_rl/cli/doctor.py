@@ -53,7 +53,7 @@ def make_parser() -> CommandParser:
     made.add_flag("--allocation", help="also visit nodes, by a short job of its own where this is none")
     nodes = "how many (default: the configuration's, else 2)"
     made.add_argument("--nodes", type=Count, metavar="N", help=nodes)
-    made.add_argument("--partition", help="of which partition (default: the configuration's, else Slurm's)")
+    made.add_argument("--partition", help="of this partition (default: the configuration's, else Slurm's)")
     wait = "for the nodes to come and report (default: 600)"
     made.add_argument("--wait_s", type=Seconds, default=600.0, metavar="SECONDS", help=wait)
     made.add_json("every finding")

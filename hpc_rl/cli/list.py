@@ -36,8 +36,8 @@ def make_parser() -> CommandParser:
 
 def declare_filters(made: CommandParser) -> None:
     """Declare the options that choose trials of the index."""
-    made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
-    made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
+    made.add_argument("--experiment", metavar="NAME", help="only trials of an experiment; * and ? match")
+    made.add_argument("--state", metavar="NAMES", help="only trials in a state: running, or done,failed")
 
 
 def main(args: Namespace) -> int:

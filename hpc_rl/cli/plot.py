@@ -39,11 +39,11 @@ class Axis:
 
 
 def make_parser() -> CommandParser:
-    made = CommandParser("Plot metrics of trials in the terminal, those of several in one chart.", EPILOG)
+    made = CommandParser("Plot metrics of trials in the terminal, several trials in one chart.", EPILOG)
     made.add_trials("the one that runs, else the newest")
     what = "what to plot (default: held-out,reward; else loss)"
     made.add_metrics("--metric", metavar="NAMES", help=what)
-    axis = "horizontal axis (default: step); hours are those that nodes were held"
+    axis = "horizontal axis (default: step); hours count while nodes were held"
     made.add_argument("--x", choices=AXES, default=STEP, help=axis)
     made.add_argument(
         "--smooth",

@@ -12,7 +12,7 @@ from hpc_rl.trials.conversion import require_torch
 
 def make_parser() -> CommandParser:
     made = CommandParser(
-        "Make a toy model and a task, train the model on this machine, and show what it learnt.",
+        "Make a toy model and a task, train the model on this machine, and show its progress.",
         "What else is given goes to the GRPO trial, as to `hpc-rl submit`: total_train_steps=20",
     )
     of = "grpo: a model learns sums (the default); teacher: a model learns to give hints to another"

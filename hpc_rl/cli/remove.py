@@ -24,15 +24,15 @@ DAY_S = 86400.0
 
 def make_parser() -> CommandParser:
     made = CommandParser(
-        "Remove trials: their checkpoints, weights, logs and exports. Shows what that frees, and asks first.",
+        "Remove trials: their checkpoints, weights, logs and exports. Shows the freed space, and asks first.",
         EPILOG,
     )
-    made.add_trials("those that the filters choose")
+    made.add_trials("the trials that the filters choose")
     declare_filters(made)
     age = "only those last submitted longer ago"
     made.add_argument("--older_than_days", type=Seconds, metavar="DAYS", help=age)
     made.add_flag("--keep_exports", help="leave the directory `exports/` of each trial where it is")
-    made.add_flag("--dry_run", help="show what would be removed, and remove nothing")
+    made.add_flag("--dry_run", help="show the files, and remove nothing")
     made.add_flag("--yes", help="do not ask")
     made.add_json("what was removed; needs --yes, or --dry_run,")
     return made

@@ -25,7 +25,7 @@ evaluation. --jsonl prints one object per completion: step, evaluation, prompt_i
 completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (ranges of characters of
 the completion that the workflow wrote between two turns), columns (the other columns
 of the row, such as the right answer), shortened (names of columns that are cut: each has at most
-{MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS}), output (what its agent
+{MAX_COLUMN_CHARS} characters, all columns of a row {MAX_ROW_CHARS}), output (text that its agent
 wrote, shortened)."""
 
 
@@ -35,8 +35,8 @@ def make_parser() -> CommandParser:
     made.add_argument(
         "--step", type=Count, metavar="N", help="after which they were made (default: the newest)"
     )
-    made.add_flag("--all", help="those of all steps")
-    made.add_flag("--eval", help="those of evaluations, not of steps")
+    made.add_flag("--all", help="samples of all steps")
+    made.add_flag("--eval", help="samples of evaluations, not of steps")
     made.add_flag("--best", help="highest rewards first")
     made.add_flag("--worst", help="lowest rewards first")
     made.add_argument(

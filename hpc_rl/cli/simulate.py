@@ -16,8 +16,8 @@ from hpc_rl.trials import prepare, trial_index
 
 ABOUT = """Simulate a configuration on a virtual clock, without nodes, GPUs or a scheduler: step time, use of
 time, staleness, makespan with failures, preemption and time limits, and the first bottleneck.
-Costs come from the files of trials (--from); without them, or for what these do not tell, they are defaults
-for a model of 8 billion parameters on H100 GPUs, and the output names them."""
+Costs come from the files of trials (--from); without them, or for values that are missing there, they are
+defaults for a model of 8 billion parameters on H100 GPUs, and the output names them."""
 EPILOG = """examples:
   hpc-rl simulate grpo.yaml --n_nodes 4096 --mtbf 30d --from first
   hpc-rl simulate grpo.yaml -t 04:00:00 --queue_s 3600 --html map.html
@@ -35,7 +35,7 @@ def parse_duration_s(text: str | float) -> float:
 
 
 def add_faults(made: CommandParser) -> None:
-    """Declare what may go wrong."""
+    """Declare possible faults."""
     group = made.add_argument_group("cluster")
     mtbf = "mean time between failures of one node, as 30d (default: nodes never fail)"
     group.add_argument("--mtbf", type=parse_duration_s, metavar="TIME", help=mtbf)

@@ -46,9 +46,7 @@ def describe_continuation(found: Continuation) -> list[str]:
         at += f" ({before:.4g} before)"
     if found.raised_by_length and found.highest_learning_rate is not None and before is not None:
         highest = _format_rate(found.highest_learning_rate, found.learning_rate_exact)
-        times = (
-            f", {found.highest_learning_rate / before:.2g} times that of step {found.step}" if before else ""
-        )
+        times = f", {found.highest_learning_rate / before:.2g} times step {found.step}'s" if before else ""
         rises = f"step {next_step} has learning rate {rate} ({before:.4g} before)"
         if highest != rate:
             rises += f", and it rises to {highest}"

@@ -27,7 +27,7 @@ POLL_S = 1.0  # between two looks at trials of this machine
 ABOUT = """Submit a trial for each combination of some options, or compare the trials of a sweep.
 On Slurm the trials are one job array if their requests are equal, else jobs that wait for each other, and the
 command returns at once. On this machine it stays, and starts the next trial when one ends. Repeat the same
-command to continue a sweep that was interrupted: what is submitted already stays."""
+command to continue a sweep that was interrupted: submitted trials stay."""
 EPILOG = """examples:
   hpc-rl sweep grpo.yaml actor.optimizer.lr=1e-6,3e-6 seed=1..4
   hpc-rl sweep grpo.yaml actor.optimizer.lr=1e-6,3e-6 gconfig.temperature=1.0,0.8 --zip

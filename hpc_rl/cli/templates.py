@@ -74,7 +74,7 @@ def _list_templates(args: Namespace) -> int:
     }
     profiles = {name: str(path) for name, path in find_profiles(list_profile_dirs()).items()}
     folders = ", ".join(map(str, list_site_dirs())) or "no site directory"
-    lines = [f"search path  launcher.templates_dir, then {folders}, then those of hpc-rl"]
+    lines = [f"search path  launcher.templates_dir, then {folders}, then hpc-rl's own"]
     rows = []
     for name, blocks in shipped.items():
         changes = [one for one in found if one.template == name]

@@ -27,7 +27,7 @@ EPILOG = """examples:
   hpc-rl tune first --apply tuned.yaml         write the options to a file, for submit
   hpc-rl tune first --apply second             fork the trial as `second` with them
 
---apply takes the changes that do not change what is learned; --learning takes the others too."""
+--apply takes the changes that do not affect learning; --learning takes the others too."""
 FILE_ENDINGS = (".yaml", ".yml")
 
 
@@ -40,7 +40,7 @@ def make_parser() -> CommandParser:
     made.add_argument(
         "--apply", metavar="FILE|NAME", help="write the options to FILE.yaml, or fork the trial"
     )
-    made.add_flag("--learning", help="also apply changes that change what the model learns")
+    made.add_flag("--learning", help="also apply changes that affect learning")
     made.add_json("recommendations, the trial as it is, and all costs")
     return made
 

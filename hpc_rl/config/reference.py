@@ -197,8 +197,8 @@ def _make_areal_names() -> Iterator[str]:
     names = [[", ".join(names), said] for said, names in rows.items()]
     yield from _make_table("Names of AReaL v0.3.0 to v1.0.4", texts, ["AReaL", "here"], names)
     texts = [
-        "The spec of `actor` is for the trainer, that of `rollout` for the servers.",
-        "Those of `critic` and `ref` must equal `actor`'s, and that of `teacher` must equal `rollout`'s.",
+        "The spec of `actor` is for the trainer, the spec of `rollout` for the servers.",
+        "The specs of `critic` and `ref` must equal `actor`'s; the spec of `teacher` must equal `rollout`'s.",
         "A given option of `launcher` wins. `mem` is in GB, our options are in MB.",
     ]
     fields = [[f"`{name}`", field.describe()] for name, field in SPEC.items()]

@@ -16,7 +16,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of each tensor's name in the file
 BASE_KEY = "base_model_name_or_path"  # in the settings
 ALL_LINEAR = "all-linear"
-# key -> value without effect; another value changes what an adapter computes
+# key -> value without effect; another value changes the adapter's result
 _PLAIN = {
     "bias": "none",
     "use_dora": False,

@@ -26,7 +26,7 @@ PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
 
 def format_size(num_bytes: float) -> str:
-    """Return a size as text, in the largest unit (of 1024) in which it is at least 0.1."""
+    """Return a size as text, in the largest unit (of 1024) that makes it at least 0.1."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20)):
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.1f} {unit}"

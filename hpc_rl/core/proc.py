@@ -166,7 +166,7 @@ def is_alive(pid: int, ticks: int | None) -> bool:
 def end_processes(
     processes: Iterable[tuple[int, int]], wait_s: float, term_s: float, kill_s: float
 ) -> list[tuple[int, int]]:
-    """Wait for `(pid, start_ticks)` to exit, then send TERM, then KILL; return those that still run."""
+    """Wait for `(pid, start_ticks)` to exit, then send TERM, then KILL; return the ones that still run."""
     left = _wait(list(processes), wait_s)
     for number, patience_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
         for pid, ticks in left:

@@ -1,4 +1,4 @@
-"""Records: the JSON files in which the processes of a trial report events.
+"""Records: JSON files with events that the processes of a trial report.
 
 Each record is a dataclass with one tolerant parser. Code decides by enums and numbers; `reason` is only for
 people. Unknown fields, from later versions, are ignored; a field of the wrong type counts as missing.
@@ -232,7 +232,7 @@ class JobStateLine(JsonRecord):
 def load_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
     """Return the lines of a job's script, oldest first.
 
-    Lines of an earlier start after those of a later start are dropped: its node was cut off.
+    Lines of an earlier start after lines of a later start are dropped: its node was cut off.
     """
     lines: list[JobStateLine] = []
     for line in map(JobStateLine.parse, JsonLines(trial.job_state(job_id)).poll()):

@@ -119,7 +119,7 @@ def make_idle_note(names: Sequence[str], why: str) -> Refusal:
 
 
 def order_refusals(items: Iterable[T], get_refusal: Callable[[T], Refusal | None]) -> list[T]:
-    """Return the items in the order in which a person should read them: causes before consequences.
+    """Return the items in reading order: causes before consequences.
 
     A refusal comes after the refusals of the options that it depends on. Otherwise the sections keep their
     order, and the refusals of a section stand together.

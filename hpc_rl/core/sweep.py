@@ -27,7 +27,7 @@ class SweepRecord(JsonRecord):
 
     name: str
     trials: tuple[SweepTrial, ...] = ()
-    metric: str = ""  # by which trials are compared, as `hpc-rl plot --metric`
+    metric: str = ""  # that compares trials, as `hpc-rl plot --metric`
     stop_from: int | None = None  # the median rule stops bad trials from this step; None for never
     command: tuple[str, ...] = ()
     time: float = 0.0  # Unix seconds

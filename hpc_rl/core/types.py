@@ -110,7 +110,7 @@ class Trajectory:
     # the teacher's K likely tokens at each position: int32 and float32 [L, K], log-probability -inf for none
     teacher_top_ids: np.ndarray | None = None
     teacher_top_logprobs: np.ndarray | None = None
-    share: float = 1.0  # of its episode: the weight of its reward in means; those of an episode sum to 1
+    share: float = 1.0  # of its episode: the weight of its reward in means; an episode's sum to 1
     output: str = ""  # text that its agent wrote, shortened; only of kept samples
 
     def oldest_step(self) -> int:

@@ -23,7 +23,7 @@ def encode_continuation(
 ) -> list[int]:
     """Return the tokens between a reply and the next one: the end of the first, and the `new` messages.
 
-    `before` are the messages before the reply, `reply_ids` its sampled tokens, `variables` those of the
+    `before` are the messages before the reply, `reply_ids` its sampled tokens, `variables` values for the
     template. Raises ConfigError if the template refuses the messages, or does not show the reply once.
     """
     text = tokenizer.chat([*before, {"role": "assistant", "content": REPLY}, *new], **variables)

@@ -114,7 +114,7 @@ def find_interface_problem(interface: str, is_login: bool) -> Refusal | None:
 
 
 def check_python(needs: Requirements) -> Verdict:
-    fix = f"use Python {_format_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
+    fix = f"use Python {_format_dots(MIN_PYTHON)} or newer; launcher.python is the interpreter of jobs."
     return judge(_format_dots(sys.version_info[:3]), fix, fail=sys.version_info < MIN_PYTHON)
 
 
@@ -226,7 +226,7 @@ def check_cpus(needs: Requirements) -> Verdict:
     usable = len(os.sched_getaffinity(0))
     found = f"{usable} usable" + (f", {needs.cpus} required" if needs.cpus else "")
     if not needs.on_slurm:
-        fix = "the roles share the CPUs, and take longer; lower launcher.*_cpus* to see what fits."
+        fix = "the roles share the CPUs, and take longer; lower launcher.*_cpus*."
         return judge(found, fix, warn=usable < needs.cpus)
     fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than requested: wrong CPU binding."
     return judge(found, fix, fail=usable < needs.cpus)

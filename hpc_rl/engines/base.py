@@ -189,7 +189,7 @@ class Engine(Protocol):
     def export(self, folder: Path, tokenizer: Path | None = None) -> None:
         """Write and fsync a whole Hugging Face checkpoint: safetensors, config, tokenizer files.
 
-        Of an adapter, write peft's files and those of the tokenizer. Rank 0 writes.
+        Of an adapter, write peft's and the tokenizer's files. Rank 0 writes.
         """
 
 

@@ -59,7 +59,7 @@ class GatewayCounters:
 
 
 class Servers(Protocol):
-    """The servers behind a gateway: BalancingRouter, or those of one prompt."""
+    """The servers behind a gateway: BalancingRouter, or the servers of one prompt."""
 
     @property
     def num_servers(self) -> int: ...

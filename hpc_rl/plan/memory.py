@@ -152,7 +152,7 @@ def count_adapter(shape: ModelShape, engine: TrainEngineConfig, tensor: int = 1)
 
 
 def count_trained(shape: ModelShape, engine: TrainEngineConfig) -> float:
-    """Return the trained parameters of a model: all of them, or those of its adapter."""
+    """Return the trained parameters of a model: all of them, or its adapter's."""
     return shape.num_layers * count_adapter(shape, engine) if engine.use_lora else shape.num_params
 
 

@@ -131,7 +131,7 @@ class Sequencer:
         """
         if lineage < self.log.lineage:
             raise Stale(
-                f"the trainer of lineage {lineage} was replaced by that of lineage {self.log.lineage}"
+                f"the trainer of lineage {lineage} was replaced by the one of lineage {self.log.lineage}"
             )
         took_over = lineage > self.log.lineage
         if took_over or self.version is None:

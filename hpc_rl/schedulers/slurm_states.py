@@ -85,7 +85,7 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "InvalidQOS": (_F.USER, "its quality of service is not valid"),
     "PartitionTimeLimit": (_F.USER, "it asks for more time than its partition allows"),
     "PartitionNodeLimit": (_F.USER, "it asks for more nodes than its partition has"),
-    "BadConstraints": (_F.USER, "no node has what it asks for"),
+    "BadConstraints": (_F.USER, "no node fits its request"),
     "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it start"),
     "JobHeldAdmin": (_INFRASTRUCTURE, "an administrator holds it"),
     "launch": (_INFRASTRUCTURE, LAUNCH_FAILED),  # failed requeued held

@@ -43,7 +43,7 @@ CLOSE_S = 1.0  # time for the other side to answer a close
 
 @dataclass(frozen=True, slots=True)
 class ChannelRequest:
-    """Samples for inputs. `body` is that of SGLang's /generate, with a list of samples."""
+    """Samples for inputs. `body` is SGLang's for /generate, with a list of samples."""
 
     body: dict[str, Any]
     least: str = ""  # version of the weights

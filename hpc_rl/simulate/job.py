@@ -190,7 +190,7 @@ class Attempt:
             self.events.append(LoggedEvent(kind=kind, failure=failure))
 
     def _start(self, starts: list[state_machine.Start]) -> None:
-        """Start units; those of one role that start together are ready together."""
+        """Start units; units of one role that start together are ready together."""
         costs = self.costs
         steps = len({start.unit.nodes[0] for start in starts})
         launch_s = steps * costs.start_step_s + len(starts) * costs.start_unit_ops / costs.file_ops_per_s

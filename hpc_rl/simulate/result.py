@@ -62,7 +62,7 @@ class Result:
     first_row_s: float  # from the start of the first job to the end of the first step
     parts_s: dict[str, float]  # mean of wait_s, train_s, publish_s, evaluate_s, save_s
     tokens_per_s: float  # trained on, prompts included, over the makespan
-    steady_tokens_per_s: float  # from the end of the first quarter of the steps to that of the last one
+    steady_tokens_per_s: float  # from the end of the first quarter of the steps to the end of the last one
     staleness: dict[int, float]  # age -> share of the groups
     goodput: Goodput
     attempts: int
@@ -142,7 +142,7 @@ def _compute_steady_rate(rows: list[StepRow], tokens: dict[int, float]) -> float
 
 
 def _find_bottleneck(setup: Setup, parts: dict[str, float], goodput: Goodput, full: float) -> Bottleneck:
-    """Return what takes the largest part of the time."""
+    """Return the activity with the largest part of the time."""
     buckets, allocation_s = goodput.buckets, goodput.allocation_s or 1.0
     spent_s = max((one.end for one in goodput.attempts), default=0.0) or 1.0
     outside = {

@@ -38,7 +38,7 @@ class Timeline:
         self._now = (now, Bucket.START, None)
 
     def does(self, bucket: Bucket, step: int | None) -> None:
-        """Note what the trainer does from now on."""
+        """Note the trainer's activity from now on."""
         if self._now is not None:
             since, before, of_step = self._now
             if self._clock.now > since:

@@ -1,7 +1,7 @@
 """Searches the options of a trial for a higher throughput, by simulation.
 
 The search changes one option after the other, keeps a change that helps, and so goes through all of them
-twice: the best split depends on the concurrency. Each gain is that of one change alone, with the others as
+twice: the best split depends on the concurrency. Each gain is for one change alone, with the others as
 recommended. Costs are uncertain, measured ones by MEASURED_SPREAD and defaults by DEFAULT_SPREAD; the gain is
 computed for several draws of all costs, with the same draws before and after the change.
 """

@@ -1,4 +1,4 @@
-"""Counts the steps in which a trial learned nothing, and skipped updates, during training and afterwards."""
+"""Counts steps without learning, and skipped updates, during training and afterwards."""
 
 import enum
 from collections.abc import Iterable, Mapping

@@ -38,7 +38,7 @@ def measure_progress(axis: str, history: History, use: Goodput) -> Curve:
         return [(step, total) for (step, _), total in zip(known, sums, strict=True)]
     times = [(row["step"], row["time"]) for row in history.steps if is_number(row.get("time"))]
     if axis == "hours":
-        held = [(one, 1) for one in use.attempts if one.spans]  # those of a job of servers have none
+        held = [(one, 1) for one in use.attempts if one.spans]  # attempts of a job of servers have none
     else:
         held = [(one, one.num_devices) for one in use.attempts]
     return [

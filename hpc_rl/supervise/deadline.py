@@ -57,7 +57,7 @@ class StepTimes:
 
 
 class JobDeadline:
-    """The end of a job, and the time at which its trainer has to stop."""
+    """The end of a job, and its trainer's deadline."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def load_algorithm(config: GRPOConfig, option: str = OPTION) -> tuple[Algorithm,
 
 
 def make_options(algorithm: Algorithm, config: GRPOConfig, option: str = OPTION) -> Options:
-    """Return the options of an algorithm: those of section `actor`, and others of `actor.algorithm_args`.
+    """Return the options of an algorithm: from section `actor`, and others of `actor.algorithm_args`.
 
     Raises ConfigError for an argument that the algorithm does not have, for one that it lacks, and for a
     value of another type than the field's.

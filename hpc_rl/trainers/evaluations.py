@@ -139,7 +139,7 @@ class EvaluationsBeside:
 
 
 def make_numbers(version: str, results: Mapping[str, EvalResult], elapsed_s: float) -> Numbers:
-    """Return the metrics of an evaluation; those of a named set begin with `eval_<set>/`."""
+    """Return the metrics of an evaluation; metrics of a named set begin with `eval_<set>/`."""
     numbers: Numbers = {"eval_version": version, "eval_s": elapsed_s}
     for name, result in results.items():
         prefix = f"eval_{name}/" if name else "eval_"

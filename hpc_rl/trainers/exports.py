@@ -161,7 +161,7 @@ class WeightWriter:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The metric of evaluations by which states are compared."""
+    """The metric of evaluations that compares states."""
 
     metric: str
     mode: str  # min | max

@@ -73,7 +73,7 @@ def _check_part(option: str, name: str, algorithm: Algorithm, first: Algorithm) 
 
 
 def combine(parts: Sequence[Part]) -> Algorithm:
-    """Return one algorithm that calls the algorithm of each row; its options are those of the first part.
+    """Return one algorithm that calls the algorithm of each row; its options are the first part's.
 
     Its batches have `set_B` and `set_T`. All functions raise ConfigError as OutputChecks does.
     """

@@ -77,7 +77,7 @@ def _render_directives(member: ArrayMember) -> list[str]:
 
 
 def select_directives(script: str) -> list[str]:
-    """Return the `#SBATCH` lines of a script, without those that differ between trials by nature."""
+    """Return the `#SBATCH` lines of a script, without lines that differ between trials by nature."""
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
     return [line for line in lines if not line.removeprefix("#SBATCH ").startswith(OWN)]
 

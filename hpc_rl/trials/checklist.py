@@ -368,7 +368,7 @@ _DIRECTORY = "name a directory that can be written, or ask the administrators."
 _OWN_DIRECTORY = "do as shown, or set cluster.fileroot to a directory of your own."
 _SANDBOX = "allow user namespaces, or use a kernel with Landlock (5.13 or newer)."
 _LOGIN_NODE = "load Slurm's module, or use a login node of the cluster."
-_REQUEST = "change the request; what would fit is named."
+_REQUEST = "change the request; a fitting request is named."
 CHECKS: tuple[Check, ...] = (
     Check("configuration", Stage.OPTIONS, _check_options, _STAGE, needs_plan=False),
     Check("rows", Stage.HERE, _check_rows, _STAGE, needs_plan=False),
@@ -387,7 +387,7 @@ CHECKS: tuple[Check, ...] = (
     Check("gpus", Stage.HERE, _check_gpus),
     Check("local dir", Stage.HERE, _check_local_dir),
     Check("sandbox", Stage.HERE, _check_sandbox, _SANDBOX),
-    Check("memory", Stage.OPTIONS, _check_memory, "use what fits."),
+    Check("memory", Stage.OPTIONS, _check_memory, "use a smaller one."),
     Check("accounts", Stage.TRIAL, _check_accounts, _OWN_DIRECTORY, needs_plan=False),
     Check("fileroot", Stage.TRIAL, _check_fileroot, _DIRECTORY, needs_plan=False),
     Check("space", Stage.TRIAL, _check_space, _DIRECTORY),

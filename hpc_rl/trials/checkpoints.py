@@ -150,7 +150,7 @@ def make_row(one: Found) -> dict[str, Any]:
 
 
 def find_usual_metric(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the metric that a trainer evaluates, as eval_reward, among those of rows; "" without one."""
+    """Return the metric that a trainer evaluates, as eval_reward, among the rows'; "" without one."""
     usual = dict.fromkeys(name for names in METRICS.values() for name in names)
     return next((name for row in rows for name in usual if name in row["metrics"]), "")
 

@@ -163,7 +163,7 @@ class FirstStart:
     def count_rejected(self) -> int | None:
         """Return how many prompts user code rejected; None if the batch log is too large to read now.
 
-        Not those that are issued again with the batches of their time.
+        Not the prompts that are issued again with the batches of their time.
         """
         if not isinstance(self.config, GRPOConfig):
             return 0

@@ -68,7 +68,7 @@ def resolve_parent(text: str, step: int | None) -> tuple[Trial, int | None]:
 
 
 def find_changes(parent: Trial, origin: Origin, config: Config) -> list[Change]:
-    """Return the options in which a fork differs from the configuration behind its origin.
+    """Return the options of a fork that differ from the configuration behind its origin.
 
     Raises ConfigError if it could not load the state: another trainer, model or optimizer.
     """

@@ -133,7 +133,7 @@ def _list_server_pythons(config: GRPOConfig, plan: Plan, library: str) -> Iterat
 
 
 def has_own_interpreter(plan: Plan, role: str) -> bool:
-    """Return whether a role runs by the interpreter of the plan, not by that of an image."""
+    """Return whether a role runs by the interpreter of the plan, not by an image's."""
     return any(unit.role == role and not _is_in_image(unit) for unit in plan.units)
 
 

@@ -70,7 +70,7 @@ def list_live_rows(offline: bool = False) -> list[dict[str, Any]]:
 
 
 def make_row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
-    """Return what a list shows of a trial."""
+    """Return a trial's row of a list."""
     row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time}
     unknown = ("job_id", "step", "total_steps", "eta_s", "reward", "held_out")
     row |= dict.fromkeys(unknown) | {"state": GONE, "reason": ""}

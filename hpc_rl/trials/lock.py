@@ -129,7 +129,7 @@ class TrialLock:
             moved.unlink()
 
     def _undo(self) -> None:
-        # Errors are suppressed: that of the caller is the one to report.
+        # Errors are suppressed: the caller's error is the one to report.
         for path, data in self._old.items():
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True) if data is None else write_atomic(path, data)

@@ -54,7 +54,7 @@ def find_known_models(config: Config) -> Models:
 def estimate_needs(
     config: Config, plan: Plan, known: Models, scheduler: str, count_rows: bool = False
 ) -> Estimate | ServersEstimate | None:
-    """Return what a trial needs; None if the model's config.json is not there or of an unknown kind.
+    """Return the needs of a trial; None if the model's config.json is not there or of an unknown kind.
 
     With `count_rows` the training data is read, if it is small.
     """

@@ -137,7 +137,7 @@ def plan_recovery(trial: Trial, loaded: Loaded, skip_cluster: bool) -> Planned:
 
 
 def make_recovery(trial: Trial, from_step: int | None = None, replay: bool = False) -> Recovery:
-    """Return what a recover of a trial adds to its submission."""
+    """Return the additions of a recover to a trial's submission."""
     parent = next((record.submission for record in reversed(load_lineages(trial))), None)
     return Recovery(from_step=from_step, replay=replay, parent=parent)
 

@@ -25,7 +25,7 @@ def find_requirements(
 ) -> tuple[Requirements, SlurmLauncherConfig, Verdict | None]:
     """Return the requirements on a machine, the job's options, and the verdict of `submit` on the trial.
 
-    Without a configuration the requirements are those of any trial, and there is no verdict. `fileroot`,
+    Without a configuration the requirements hold for any trial, and there is no verdict. `fileroot`,
     `partition` and `num_nodes` replace the configuration's. Raises ConfigError.
     """
     if sources.overrides and not sources.files:

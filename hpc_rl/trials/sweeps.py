@@ -72,7 +72,7 @@ def plan_sweep(
     Args:
         sources: The configuration that the trials share.
         trials: Their names, and the options in which they differ.
-        name: The sweep's, among those of the experiment.
+        name: The sweep's, unique in the experiment.
         metric: By which trials are compared; "" for the held-out measure, else reward or loss.
         max_running: How many trials may run at once; on this machine 1 if it is None.
         stop_from: The step from which the median rule stops bad trials; None for never.

@@ -51,7 +51,7 @@ class Rectangle:
 
     @property
     def word(self) -> np.dtype[Any]:
-        """The unsigned type in which values are compared and stored."""
+        """The unsigned type of compared and stored values."""
         return np.dtype(WORDS[DTYPE_BYTES[self.dtype]])
 
     def view(self, whole: np.ndarray) -> np.ndarray:

@@ -202,7 +202,7 @@ class ModelCopy:
     def find_version(self) -> WeightVersion | None:
         """Return the version of the copy; None if there is none, or if it was not finished."""
         state = load_object(self._state)
-        # after a crash of the node, its disk may lack what was written last
+        # after a crash of the node, its disk may lack the last writes
         return WeightVersion.parse(state["version"]) if state.get("boot") == read_boot_id() else None
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Sends weights through the trial directory: ranks write what changed, servers read it.
+"""Sends weights through the trial directory: ranks write changed values, servers read them.
 
 A thread of each rank compares and writes its part while training continues. The ranks then exchange their
 records; rank 0 completes the version with its index, and updates the servers. The first version of a trainer

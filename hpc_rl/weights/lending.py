@@ -109,7 +109,7 @@ class LendingPublisher(Publisher):
             await asyncio.sleep(RETRY_S)
 
     async def _release_all(self) -> list[str]:
-        """Ask all live servers to release their memory; return the keys of those that have not yet."""
+        """Ask all live servers to release their memory; return the keys of servers that have not yet."""
         self._leases = self._roster.list_leases(at_once=True)
         live = {key: seen for key, seen in self._leases.items() if seen.alive}
         done = await asyncio.gather(*map(self._release_one, live.values()))

@@ -45,7 +45,7 @@ AT_TOP = (
     "model_path", "perf_tracer", "reward_fn_path", "scheduler", "server_only",
 )  # fmt: skip
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why="servers take the settings of the adapter from actor.use_lora")
-# FP8 would change what is learned: such a file must not train in another type without the user's decision
+# FP8 would learn something else: such a file must not train in another type without the user's decision
 NO_FP8 = "FP8 training needs kernels that hpc-rl does not have; remove it to train in actor.dtype bfloat16"
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 

@@ -207,7 +207,7 @@ def _parse_backend(name: str, item: SourceValue, done: RenamedSettings) -> Alloc
 
 
 def _parse_mesh(text: str) -> Allocation:
-    """Parse a backend. Experts without t have that of the attention, or 1 if only this fits."""
+    """Parse a backend. Experts without t have the attention's t, or 1 if only this fits."""
     try:
         return parse(text)
     except ConfigError:

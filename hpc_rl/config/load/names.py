@@ -133,7 +133,7 @@ def refuse_unknown(option: str, origin: str, hint: Hint) -> Refusal:
 
 
 def _suggest_option(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]) -> Hint:
-    """Return what an unknown name may mean."""
+    """Return the likely meaning of an unknown name."""
     parent, _, leaf = name.rpartition(".")
     model = "actor" if "actor" in known else "model"
     others = [trainer for trainer, one in CONFIGS.items() if make_generic(one, name) in list_options(one)]

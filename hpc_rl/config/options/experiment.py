@@ -98,10 +98,10 @@ class GRPOConfig(BaseExperimentConfig):
     """Training prompts."""
     purpose: Purpose = "train"
     """What the trial does. `train` has a trainer; the others have servers alone: `generate` answers the
-    prompts of train_dataset, `evaluate` those of valid_dataset, and `serve` answers requests of OpenAI's API.
-    The commands of these names set it. hpc-rl extension."""
+    prompts of train_dataset, `evaluate` the prompts of valid_dataset, and `serve` answers requests of
+    OpenAI's API. The commands of these names set it. hpc-rl extension."""
     keep_best_samples: PositiveInt | None = None
-    """Completions per prompt, those of the highest reward, in the file of purpose `generate`; null means all.
+    """Completions per prompt, the best ones by reward, in the file of purpose `generate`; null means all.
     hpc-rl extension."""
     async_training: bool = True
     """Generate while training; false alternates the two, so that the newest weights make each batch."""

@@ -95,7 +95,7 @@ class EvaluatorConfig(FrequencyConfig):
     """Longest time that the end of a trial waits for evaluations, in seconds. hpc-rl extension."""
     sets: dict[SetName, HeldOutSetConfig] = field(default_factory=dict)
     """Further held-out sets by name, each with its own metrics, such as `eval_NAME/reward`. A set without a
-    period has that of `evaluator`; sampling options that are null follow `eval_gconfig`. hpc-rl extension."""
+    period has `evaluator`'s; sampling options that are null follow `eval_gconfig`. hpc-rl extension."""
     keep_samples: NonNegativeInt = 32
     """Number of prompts, from the start of `valid_dataset`, whose completions each evaluation keeps for
     `hpc-rl samples`. hpc-rl extension."""

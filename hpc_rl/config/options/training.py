@@ -106,7 +106,7 @@ class FSDPEngineConfig:
     ranks. 1 divides one copy among all ranks. hpc-rl extension."""
     float32_head: bool = False
     """Compute in float32 outside of the layers, so also the output head and the logits, with a `dtype` of 16
-    bits. The log-probabilities are then closer to those of servers with a float32 head. hpc-rl extension."""
+    bits. The log-probabilities are then closer to servers with a float32 head. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ class TrainEngineConfig:
     """Optimizer and schedule; null only for a model that is not trained (`ref`)."""
     use_lora: bool = False
     """Train an adapter (LoRA): two thin matrices beside each matrix of `target_modules`. The model at `path`
-    is frozen. Needs a learning rate about 10 times that of full training."""
+    is frozen. Needs about 10 times the learning rate of full training."""
     peft_type: Literal["lora"] = "lora"
     """Kind of adapter."""
     lora_rank: PositiveInt = 32

@@ -232,7 +232,7 @@ def _check_start(
 def _explain_tensors(
     engine: TrainEngineConfig, layers: Mapping[str, tuple[int, int]], tensors: Mapping[str, Shape]
 ) -> str:
-    """Return how an adapter's tensors differ from those that the trial trains; empty if this is not known."""
+    """Return how an adapter's tensors differ from the trial's; empty if this is not known."""
     head = f"{adapters.HEAD}.weight"
     if engine.is_critic != (head in tensors):
         if engine.is_critic:

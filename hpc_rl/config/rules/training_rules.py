@@ -195,7 +195,7 @@ def list_learning_rate_notes(config: Config) -> Iterator[Refusal]:
 
 
 def needs_recompute(actor: PPOActorConfig) -> bool:
-    """Return whether the loss needs log-probabilities of the trainer besides those of the servers."""
+    """Return whether the loss needs log-probabilities of the trainer, besides the servers'."""
     return (
         bool(actor.use_decoupled_loss or actor.rollout_correction) and actor.prox_logp_method != "loglinear"
     )

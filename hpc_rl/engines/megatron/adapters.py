@@ -29,7 +29,7 @@ class Factor(NamedTuple):
 
 
 class LayerAdapter(nn.Module):
-    """The adapters of one linear layer; the subclasses compute what they add to its output."""
+    """The adapters of one linear layer; the subclasses compute the part that they add to its output."""
 
     uses_adapter = True
 

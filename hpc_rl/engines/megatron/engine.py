@@ -240,7 +240,7 @@ class MegatronEngine(TrainedEngine):
         return list(self.optimizer.pieces())
 
     def _fill(self, empty: bool) -> None:
-        """Load the parameters; if `empty`, only those that are not in snapshots."""
+        """Load the parameters; if `empty`, only parameters that are not in snapshots."""
         trained = [one.piece for one in self.local.pieces if one.kind == "model"]
         if not empty:
             self.trainable.fill([one for one in trained if lora.is_factor(one.name)], self.seed)

@@ -91,7 +91,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets_NK = targets_N if targets_N.ndim == 2 else targets_N[:, None]
         if group is not None:
-            targets_NK = targets_NK - dist.get_rank(group) * len(head_VH)  # those of other ranks are outside
+            targets_NK = targets_NK - dist.get_rank(group) * len(
+                head_VH
+            )  # targets of other ranks are outside
         # not a view of [N, K]: FSDP does not allow one as a result
         logprobs_N = torch.empty(targets_N.shape, dtype=torch.float32, device=hidden_NH.device)
         entropy_N, log_sum_N = logprobs_N.new_zeros(len(targets_NK)), logprobs_N.new_empty(len(targets_NK))

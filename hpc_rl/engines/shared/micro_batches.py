@@ -29,7 +29,7 @@ PADDING_ROW = 1024
 class Inputs:
     """Model inputs [B, W]. Token `wanted_N[n]` is predicted at position `source_N[n]`.
 
-    With a column `top_ids`, targets_N is [N, 1 + K]: the token and those of the column.
+    With a column `top_ids`, targets_N is [N, 1 + K]: the token and the column's tokens.
     """
 
     input_ids: torch.Tensor

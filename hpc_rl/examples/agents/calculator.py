@@ -27,7 +27,7 @@ SYSTEM = "Solve the problem. You may use the calculator. End with the number alo
 
 def ask(question: str) -> str:
     """Return the model's last answer to a question."""
-    client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY are those of the episode
+    client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY of the episode
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
         made = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)

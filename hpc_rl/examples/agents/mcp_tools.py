@@ -1,4 +1,4 @@
-"""An agent whose tools are those of a server of the Model Context Protocol, started for each episode.
+"""An agent with the tools of a server of the Model Context Protocol, started for each episode.
 
     rollout:
       workflow: agent

@@ -58,7 +58,7 @@ class AgentFunction:
     def call(self, row: dict[str, Any], options: dict[str, str]) -> str:
         """Call the agent in its episode; return `{"value"}` or `{"error": fields of Raised}` as JSON.
 
-        The function gets those of the options that it has parameters for.
+        The function gets the options for which it has parameters.
         """
         try:
             if self._reads_variables:
@@ -79,7 +79,7 @@ class AgentFunction:
 
 @contextlib.contextmanager
 def _watch_variables() -> Iterator[set[str]]:
-    """Set placeholders for the variables of an episode; yield the names of those that are read."""
+    """Set placeholders for the variables of an episode; yield the names of variables that are read."""
     read: set[str] = set()
     names = {os.fsencode(name): name for name in PLACEHOLDERS}
 

@@ -17,7 +17,7 @@ from hpc_rl.rollout.workflow import trajectory
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One completion that an agent got. `temperature` is that of its sampling."""
+    """One completion that an agent got, sampled with `temperature`."""
 
     input_ids: list[int]
     turn: Turn
@@ -75,7 +75,7 @@ def _find_parents(calls: Sequence[Call]) -> dict[int, int]:
 
 
 def make_trajectory(sequence: CallSequence, reward: float, temperature: float) -> Trajectory:
-    """Return the trajectory of a sequence. `temperature` is that of the trial."""
+    """Return the trajectory of a sequence. `temperature` is the trial's."""
     turns, end = [], 0
     for call in sequence.calls:
         turns.append((call.input_ids[end:], call.turn))

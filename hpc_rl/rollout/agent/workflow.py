@@ -137,7 +137,7 @@ class AgentWorkflow:
     async def _score(
         self, row: dict[str, Any], generate: Sampler, episode: Episode, end: AgentEnd
     ) -> Score | float:
-        """Return the reward: the posted one, the function's result, or that of `rollout.reward_fn`.
+        """Return the reward: the posted one, the function's result, or the result of `rollout.reward_fn`.
 
         Raises EpisodeFailed, or Rejection for a value that is no reward.
         """
