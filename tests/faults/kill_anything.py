@@ -283,8 +283,9 @@ class Killed:
 
     def check_evaluations(self) -> None:
         """No evaluation is missing, and no held-out prompt was lost or scored twice."""
-        every = self.options.get("evaluator.freq_steps", OPTIONS["evaluator.freq_steps"])
-        steps = [*range(0, self.total_steps, int(str(every))), self.total_steps]
+        every = str(self.options.get("evaluator.freq_steps", OPTIONS["evaluator.freq_steps"]))
+        before_last = [0] if every == "null" else range(0, self.total_steps, int(every))
+        steps = [*before_last, self.total_steps]
         rows = load_history(self.trial).evaluations
         assert [row["step"] for row in rows] == steps
         assert {row["eval_num_prompts"] for row in rows} == {NUM_HELD_OUT}
