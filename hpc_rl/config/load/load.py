@@ -32,6 +32,8 @@ from hpc_rl.config.load.fields import (
 from hpc_rl.config.load.names import ALIASES, Hint, find_refused_names, refuse_unknown
 from hpc_rl.config.load.profiles import SHIPPED_PROFILES, find_profiles, list_profile_dirs
 from hpc_rl.config.load.source import (
+    MAX_EXPANSIONS,
+    WHOLE_REFERENCE,
     Settings,
     SourceValue,
     add_origin,
@@ -342,8 +344,6 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
     wanted = {name: item for name, item in settings.items() if mark in repr(item.to_plain())}
     if not wanted:
         return
-    import omegaconf  # takes 0.1 s, and few configurations have references
-
     tree: dict[str, Any] = {}
     members = find_members(cls, settings)
     known, of = list_options(cls, members=members), list_defaults(cls, members=members)
@@ -357,6 +357,60 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
             with contextlib.suppress(ValueError):  # the parser refuses it later
                 value = parser.convert_value(known[name], item)
         parser.insert_value(tree, name.split("."), value)
+    for name, value in _follow_references(tree, wanted, replaced) or _interpolate(tree, settings, wanted):
+        item = wanted[name]
+        reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
+        follows_a_default = reference and reference[1] not in settings and reference[1] in of
+        if follows_a_default and value == of.get(name, ...):
+            del settings[name]  # both are defaults, and may still adapt together
+        elif isinstance(value, str) and "${oc.env:" in str(item.value):  # variables are text
+            settings[name] = parse_argument(value, item.origin)
+        else:
+            settings[name] = add_origin(value, item.origin)
+
+
+def _follow_references(tree: dict[str, Any], wanted: Settings, replaced: Settings) -> list[tuple[str, Any]]:
+    """Return name and value of each setting if each is `${a.b}` with a plain value in the tree; else empty.
+
+    Also empty if a replaced name has a reference of another form, which may not be readable.
+    """
+    if not all(map(_has_plain_references, replaced.values())):
+        return []
+    values: list[tuple[str, Any]] = []
+    for name, item in wanted.items():
+        value = item.value
+        for _ in range(MAX_EXPANSIONS):
+            match = WHOLE_REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if match is None:
+                break
+            value = functools.reduce(_get_inner, match[1].split("."), tree)
+        if not isinstance(value, str | int | float | None) or value == "???" or "${" in str(value):
+            return []
+        values.append((name, value))
+    return values
+
+
+def _has_plain_references(item: SourceValue) -> bool:
+    """Return whether each `${` in a value, or in the values inside, begins a text of the form `${a.b}`."""
+    if isinstance(item.value, dict | list):
+        parts = item.value.values() if isinstance(item.value, dict) else item.value
+        return all(map(_has_plain_references, parts))
+    text = str(item.value)
+    return "${" not in text or WHOLE_REFERENCE.fullmatch(text) is not None
+
+
+def _get_inner(tree: Any, key: str) -> Any:
+    """Return the value of a key; if there is none, an object, which is no plain value."""
+    return tree.get(key, _ABSENT) if isinstance(tree, dict) else _ABSENT
+
+
+_ABSENT = object()
+
+
+def _interpolate(tree: dict[str, Any], settings: Settings, wanted: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each setting by OmegaConf, which knows all references. Raises ConfigError."""
+    import omegaconf  # takes 0.1 s, and few configurations need it
+
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
@@ -386,14 +440,7 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
                     use=f"{_LITERAL}{_suggest_environment(item)}",
                 )
             ) from error
-        reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
-        follows_a_default = reference and reference[1] not in settings and reference[1] in of
-        if follows_a_default and value == of.get(name, ...):
-            del settings[name]  # both are defaults, and may still adapt together
-        elif isinstance(value, str) and "${oc.env:" in str(item.value):  # variables are text
-            settings[name] = parse_argument(value, item.origin)
-        else:
-            settings[name] = add_origin(value, item.origin)
+        yield name, value
 
 
 def _suggest_environment(item: SourceValue) -> str:

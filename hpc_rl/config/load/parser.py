@@ -290,10 +290,9 @@ def _check_value(hint: Any, kinds: list[Any], value: Any) -> Any:
         # jsonargparse would convert these: the text 'null' to null, '1_0' to an integer, true to 1.
         if Any in kinds:
             return value
-        if value is None or isinstance(value, bool | str):
-            if type(value) in kinds or (isinstance(value, str) and value in choices):
-                return value
-        else:
+        if type(value) in kinds or (isinstance(value, str) and value in choices):
+            return value
+        if value is not None and not isinstance(value, bool | str):
             return _make_value_parser(hint).parse_object({"value": value})["value"]
     except ArgumentError:
         pass

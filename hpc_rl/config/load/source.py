@@ -3,6 +3,7 @@
 Files are YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -99,8 +100,16 @@ class Yaml12(yaml.SafeLoader):
     }
 
 
+class FastYaml12(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same with libyaml's parser, which is several times as fast."""
+
+    num_values = 0
+    has_references = True
+    yaml_implicit_resolvers = Yaml12.yaml_implicit_resolvers
+
+
 MOST_VALUES = 100_000  # in one file; an alias counts at each use
-_WHOLE_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+WHOLE_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MAX_EXPANSIONS = 10
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {
@@ -213,7 +222,7 @@ def expand_references(settings: Settings) -> Settings:
     for _ in range(MAX_EXPANSIONS):  # each resolves one level of references to references
         before = dict(expanded)
         for name, item in before.items():
-            match = _WHOLE_REFERENCE.fullmatch(item.value) if isinstance(item.value, str) else None
+            match = WHOLE_REFERENCE.fullmatch(item.value) if isinstance(item.value, str) else None
             kind, other_kind = _find_section(name), _find_section(match[1]) if match else None
             if match is None or kind is None or other_kind is None:
                 continue
@@ -300,11 +309,27 @@ def _replace_hyphens(name: str) -> str:
     return member + name.removeprefix(member).replace("-", "_")
 
 
+_Loader = Yaml12 | FastYaml12
+# libyaml accepts some tabs that PyYAML refuses, and counts other ends of lines.
+_NOT_FOR_LIBYAML = re.compile(r"[^\n -~\xa0-\u2027\u202a-\ud7ff]")
+MOST_NESTED = 500  # brackets and columns; libyaml's composer has no limit of its own
+
+
+def _compose(text: str) -> tuple[_Loader, yaml.Node | None]:
+    """Return a loader and the root node of a text. Raises yaml.YAMLError with PyYAML's words."""
+    nested = text.count("[") + text.count("{") + max(map(len, text.split("\n")))
+    if nested <= MOST_NESTED and not _NOT_FOR_LIBYAML.search(text):
+        fast = FastYaml12(text)
+        with contextlib.suppress(yaml.YAMLError):
+            return fast, fast.get_single_node()
+    loader = Yaml12(text)
+    return loader, loader.get_single_node()
+
+
 def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
     try:
-        loader = Yaml12(text)
+        loader, node = _compose(text)
         loader.has_references = has_references
-        node = loader.get_single_node()
         return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
         raise _refuse(f"{name}: this YAML is nested too deeply, or an alias (*name) holds itself.") from None
@@ -317,7 +342,7 @@ def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
         raise _refuse(f"{name}:{line}: not valid YAML: {error.reason}.") from error
 
 
-def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
+def _convert(loader: _Loader, node: yaml.Node, name: str) -> SourceValue:
     origin = f"{name}:{node.start_mark.line + 1}"
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
@@ -340,7 +365,7 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
         raise _refuse(f"{origin}: {shown} can't be read as a number.") from error
 
 
-def _convert_mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
+def _convert_mapping(loader: _Loader, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
     own: dict[str, SourceValue] = {}
     merged: dict[str, SourceValue] = {}
     for key_node, value_node in node.value:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_rl.config.load import source
 from hpc_rl.config.load.load import Loaded, load
-from hpc_rl.config.load.source import escape_references
+from hpc_rl.config.load.source import SourceValue, escape_references
 from hpc_rl.config.load.stored import from_dict, to_dict
 from hpc_rl.core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[3]
 BASE = """\
 experiment_name: toy
 trial_name: t1
@@ -412,3 +414,108 @@ def test_what_is_no_reference_stays_as_it_is(files):
 
 def test_a_character_that_yaml_does_not_allow_is_a_refusal(files):
     assert "base.yaml:1: not valid YAML" in files.refusal(base='trial_name: "\ufffe"\n')
+
+
+ODD = """
+plain: {a: 1, "b": 2, 'c': ~, d: [1, 2.5, .inf, 1e-6, 0x10, 0o7, 1_0, 24:00:00, no, yes, true, Null, null, .nan]}
+empty:
+list:
+-
+- a
+-   - b
+    -
+  # a comment
+- {}
+- []
+- |
+  two
+    lines
+- >-
+  folded
+  lines
+
+  here
+&key anchored: &x {p: 1, q: [2]}
+alias: *x
+merged: {<<: *x, p: 3}
+more: {<<: [*x, {r: 5}], q: 1}
+? complex
+: value
+url: http://host:80/a#b
+text: a b # comment
+quoted: "tab \\t, umlaut \\xe4, \\u20ac"
+single: 'it''s'
+several: a
+  b
+  c
+tagged: !!str 5
+reference: ${a.b}
+größe: "–"
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ODD,
+        *(path.read_text() for path in sorted((ROOT / "configs").rglob("*.yaml"))),
+        *("", "# nothing", "a", "- 1", "{a: b}", "a: {b: c", "a: *b", "a: b: c", "a: !!int ten", "a: !x b"),
+        *(
+            "a: 1\na: 2",
+            "--- a\n--- b",
+            "a:\tb",
+            "a: b\t# c",
+            "[a, b]: c",
+            "{a: b}: c",
+            "a: '",
+            "a: @b",
+            "a: %b",
+        ),
+        *(
+            "{a:1}",
+            "{a: 1,}",
+            "[a:b]",
+            "{a, b}",
+            "a: {b:}",
+            "%YAML 1.2\n---\na: 1",
+            "a: |\n b\n  c\n d",
+            "a: -",
+        ),
+        *(
+            "? a\n? b",
+            "a: &b\nc: *b",
+            "- - - a",
+            "a:\n- b\n- c",
+            "a: [\n1,\n2\n]",
+            'a: "b\n c"',
+            "a: 'b\n\n c'",
+        ),
+        *(
+            "<<: {a: 1}",
+            "<<: [1]",
+            "a: {<<: 1}",
+            "!!map {a: 1}",
+            "a: =",
+            "=: a",
+            "a: 😀",
+            "a: \x85b",
+            "\ufeffa: 1",
+        ),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_libyaml_reads_what_pyyaml_reads(text, monkeypatch):
+    def read() -> SourceValue | str:
+        try:
+            return source._parse(text, "file")
+        except ConfigError as error:
+            return str(error)
+
+    fast = read()
+    monkeypatch.setattr(source, "MOST_NESTED", -1)
+    assert fast == read()
+
+
+def test_values_nested_without_end_are_refused(files):
+    for text in ("a: " + "[" * 100_000, "- " * 100_000, "? " * 100_000):
+        assert "nested too deeply" in files.refusal(more=text) or "not valid YAML" in files.refusal(more=text)
