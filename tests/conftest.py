@@ -19,12 +19,20 @@ STARTED_ONCE = ("slurm", "sglang", "vllm")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
 SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py", "test_versions.py")
 # What takes minutes, the longest first: started last it would run alone, at the end.
-LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang", "test_elastic.py")
-LONG += ("test_rollout_faults.py",)
-LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
-LONG += ("test_managed_embedded.py", "test_docs.py", "test_areal_files.py", "test_megatron_engine.py")
-LONG += ("test_memory_estimate.py", "test_new_user.py", "test_quickstart.py", "test_teacher_quickstart.py")
-LONG += ("test_teacher_page.py", "test_rows.py", "test_check_episode.py", "test_bad_input.py")
+LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang")
+LONG += ("test_trainer.py", "test_docs.py", "test_check_episode.py", "test_readme.py", "test_teacher_page.py")
+LONG += ("test_mpiexec.py", "test_checkpoint_command.py", "test_areal_files.py", "test_rollout_faults.py")
+LONG += ("test_new_user.py", "test_bad_input.py", "test_megatron_engine.py", "test_benchmarks.py")
+LONG += ("test_fsdp_layouts.py", "test_wheel.py", "test_supervisor_faults.py", "test_collective_trial.py")
+LONG += (
+    "test_fsdp.py",
+    "test_weight_groups.py",
+    "test_memory_estimate.py",
+    "test_loading.py",
+    "test_lora_trial.py",
+)
+LONG += ("test_quickstart.py", "test_managed_embedded.py", "test_notebook.py", "test_rows.py")
+LONG += ("test_environment_trial.py", "test_elastic.py", "test_teacher_quickstart.py")
 # A test that starts processes ends by what happens, whatever the load: this only guards.
 GUARD_S = 300
 QUICK_S = 60

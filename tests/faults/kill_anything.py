@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patience import extend
+from patience import extend, look
 from promises import Promises, every_row, story
 from toy_trials import make_toy, pid_of
 
@@ -321,12 +321,10 @@ class Killed:
 
     def until(self, what: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + extend(timeout_s)
-        while not what():
-            self.promises.look()
+        while not look(lambda: what() or self.promises.look(), 0.03):
             assert time.monotonic() < deadline, (
                 f"waited in vain; kills so far {self.kills}\n{story(self.trial)}"
             )
-            time.sleep(0.03)
 
 
 def list_scored(trial: Trial) -> list[tuple[str, str, int]]:

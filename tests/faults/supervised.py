@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from patience import extend
+from patience import extend, look
 from toy_plans import toy_plan
 from toy_trials import is_running, pid_of
 
@@ -115,9 +115,8 @@ class Fake:
 
     def until(self, what, timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + extend(timeout_s)
-        while not what():
+        while not look(what):
             assert time.monotonic() < deadline, self.story()
-            time.sleep(0.02)
 
     def story(self) -> str:
         return "\n".join(path.read_text()[-4000:] for path in sorted(self.trial.dir.glob("supervisor.*.log")))

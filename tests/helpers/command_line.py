@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from patience import extend
+from patience import extend, look
 
 from hpc_rl.cli.__main__ import main
 
@@ -133,17 +133,15 @@ class Shell:
         return done.stderr
 
     def state(self, trial: str) -> str:
-        return self.run("status", trial).stdout.split("\n")[0]
+        return self.call("status", trial).stdout.split("\n")[0]
 
-    def wait_for(self, trial: str, pattern: str, timeout_s: float = 120) -> str:
+    def wait_for(self, trial: str, pattern: str, timeout_s: float = 120) -> None:
         """Until the first line of `hpc-rl status` matches."""
         deadline = time.monotonic() + extend(timeout_s)
-        while not re.search(pattern, line := self.state(trial)):
+        while not look(lambda: re.search(pattern, self.state(trial)), 0.3):
             assert time.monotonic() < deadline, (
                 f"{trial} is not {pattern}:\n{self.run('status', trial).stdout}"
             )
-            time.sleep(0.3)
-        return line
 
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a whole file of weights, without any

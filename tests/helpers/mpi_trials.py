@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from other_pythons import install
-from patience import extend
+from patience import extend, look
 from toy_trials import ROOT, hpc_rl, is_running, logs_of, pid_of, status, trial_of
 
 from hpc_rl.core.records import ProcessRecord
@@ -43,9 +43,8 @@ def submit(folder: Path, name: str, *options: str) -> Trial:
 
 def wait_for(what: str, condition: Callable[[], object], trial: Trial, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + extend(timeout_s)
-    while not condition():
+    while not look(condition, 0.1):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{logs_of(trial)}"
-        time.sleep(0.1)
 
 
 def weights(trial: Trial) -> bytes:

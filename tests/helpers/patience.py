@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 VARIABLE = "HPC_RL_TEST_SLOWNESS"
 LOOP_S = 0.25
@@ -16,6 +17,7 @@ START_S = 0.15
 MOST = 6.0
 # four processes run tests at a time, on two cores that others may share
 BESIDE_OTHERS = 3.0
+LONGEST_PAUSE_S = 2.0
 
 
 def measure_slowness() -> float:
@@ -39,11 +41,22 @@ def extend(limit_s: float) -> float:
     return limit_s * BESIDE_OTHERS * float(os.environ.get(VARIABLE, "1"))
 
 
+def look(condition: Callable[[], Any], pause_s: float = 0.02) -> Any:
+    """Return what a condition gives; where that is false, pause first.
+
+    A look takes at most a fifth of the time, because whoever is waited for needs the core.
+    """
+    begun = time.monotonic()
+    found = condition()
+    if not found:
+        time.sleep(min(max(pause_s, 4 * (time.monotonic() - begun)), LONGEST_PAUSE_S))
+    return found
+
+
 def wait_until(
     condition: Callable[[], object], limit_s: float = 60.0, said: Callable[[], object] = str
 ) -> None:
     """Wait until a condition holds. Raises AssertionError with what is `said` where that takes too long."""
     deadline = time.monotonic() + extend(limit_s)
-    while not condition():
+    while not look(condition):
         assert time.monotonic() < deadline, said()
-        time.sleep(0.02)

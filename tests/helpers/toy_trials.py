@@ -3,7 +3,9 @@
 Shared by the integration, Slurm and SGLang tests.
 """
 
+import contextlib
 import getpass
+import io
 import json
 import os
 import subprocess
@@ -11,9 +13,11 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from patience import extend
 
+from hpc_rl.cli.__main__ import main
 from hpc_rl.core.proc import is_alive
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import TrajectoryGroup, decode
@@ -78,7 +82,16 @@ def trial_of(cwd: Path, name: str, experiment: str = "sums") -> Trial:
 
 
 def status(cwd: Path, name: str, *flags: str) -> dict:
-    return json.loads(hpc_rl("status", name, "--json", *flags, cwd=cwd).stdout)
+    """Return what `hpc-rl status --json` prints; without a process, because tests look again and again."""
+    printed = io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, {"XDG_STATE_HOME": str(cwd / "state")}),
+        contextlib.redirect_stdout(printed),
+    ):
+        code = main(["status", name, "--json", *flags])
+    assert code == 0, printed.getvalue()
+    return json.loads(printed.getvalue())
 
 
 def logs_of(trial: Trial, num_lines: int = 25) -> str:

@@ -19,7 +19,7 @@ import tokenizers
 import xxhash
 from aiohttp import web
 from channels import add_channel
-from patience import extend
+from patience import extend, look
 from toy_plans import toy_plan
 
 from hpc_rl.config.load.stored import to_dict
@@ -279,6 +279,5 @@ class RolloutRole:
 
 def wait_until(condition, timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + extend(timeout_s)
-    while not condition():
+    while not look(condition, 0.05):
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

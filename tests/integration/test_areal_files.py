@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from patience import extend
+from patience import extend, look
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,11 +131,10 @@ def trials(place, request) -> dict[str, Trial]:
 
 def wait_for(trial: Trial, place: Path, limit_s: float) -> None:
     deadline = time.monotonic() + extend(limit_s)
-    while not trial.done.exists():
+    while not look(trial.done.exists, 1):
         state = status(place, str(trial))["state"]
         assert state not in ("failed", "cancelled"), logs_of(trial)
         assert time.monotonic() < deadline, logs_of(trial)
-        time.sleep(1)
 
 
 @pytest.mark.timeout(400)

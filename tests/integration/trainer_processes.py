@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patience import extend
+from patience import extend, look
 from toy_plans import toy_plan
 
 from hpc_rl.config.load.load import load
@@ -151,12 +151,15 @@ class Roles:
 
     def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + extend(timeout_s)
-        while not any(row["step"] >= step and "loss" in row for row in self.rows(incarnation)):
+
+        def is_reached() -> bool:
+            return any(row["step"] >= step and "loss" in row for row in self.rows(incarnation))
+
+        while not look(is_reached, 0.05):
             assert time.monotonic() < deadline, (
                 f"step {step} was not reached:\n{self.log('trainer').read_text()[-3000:]}"
             )
             assert any(process.poll() is None for process in self.processes)
-            time.sleep(0.05)
 
     @staticmethod
     def kill(processes: list[subprocess.Popen]) -> None:

@@ -41,6 +41,6 @@ def test_a_disconnected_option_is_the_default_for_the_product_and_a_value_for_te
 @pytest.mark.timeout(900)
 def test_a_sample_of_rows_is_noticed_when_it_is_disconnected():
     seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())
-    argv = [sys.executable, str(BITE), "--sample", "4", "--seed", seed, "--jobs", "1"]
+    argv = [sys.executable, str(BITE), "--sample", "2", "--seed", seed, "--jobs", "1"]
     run = subprocess.run(argv, capture_output=True, text=True, timeout=extend(880), check=False)
     assert run.returncode == 0, f"{' '.join(argv[1:])}\n{run.stdout}{run.stderr}"

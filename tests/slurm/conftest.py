@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from patience import extend
+from patience import extend, look
 
 sys.path.insert(0, str(Path(__file__).parent))  # cluster.py is a program of its own, too
 
@@ -113,8 +113,7 @@ def until() -> Callable[..., None]:
 
     def wait(condition: Callable[[], object], timeout_s: float = 90) -> None:
         deadline = time.monotonic() + extend(timeout_s)
-        while not condition():
+        while not look(condition, 0.1):
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-            time.sleep(0.1)
 
     return wait

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hosts import HostsCluster
 from packages import NoSlurm, find_or_fetch
-from patience import extend
+from patience import extend, look
 from toy_trials import ROOT, logs_of
 
 from hpc_rl.core.trial import Trial
@@ -37,9 +37,8 @@ def shared_folder(cluster: HostsCluster, name: str) -> Path:
 def wait_for(condition: Callable[[], Any], trial: Trial, timeout_s: float = 200) -> Any:
     """Return what the condition gives once that is true."""
     deadline = time.monotonic() + extend(timeout_s)
-    while not (found := condition()):
+    while not (found := look(condition, 0.2)):
         assert time.monotonic() < deadline, logs_of(trial)
-        time.sleep(0.2)
     return found
 
 

@@ -24,7 +24,11 @@ def hyper_threading(running_cluster, monkeypatch):
     [
         ([], 8),
         pytest.param(["launcher.slurm.extra_args=[--hint=nomultithread]"], 8, marks=pytest.mark.soak),
-        (["launcher.trainer_cpus_per_gpu=3", "launcher.slurm.srun_args.trainer=[--hint=nomultithread]"], 12),
+        pytest.param(
+            ["launcher.trainer_cpus_per_gpu=3", "launcher.slurm.srun_args.trainer=[--hint=nomultithread]"],
+            12,
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["as it is", "a job of cores", "a step of three cores"],
 )
