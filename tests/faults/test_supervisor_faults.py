@@ -217,7 +217,9 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
     assert "another supervisor" in load_json(fake.attempt.ended)["reason"]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.soak)]
+)  # one is enough for each change
 def test_kill_9_at_random_instants_leaves_one_writer(fake, seed):
     """Nobody of an older start is alive when somebody of the next one writes, and the trial comes to its
     end.

@@ -24,7 +24,7 @@ def hyper_threading(running_cluster, monkeypatch):
     [
         ([], 8),
         pytest.param(["launcher.slurm.extra_args=[--hint=nomultithread]"], 8, marks=pytest.mark.soak),
-        pytest.param(
+        pytest.param(  # make test runs the plain submission alone
             ["launcher.trainer_cpus_per_gpu=3", "launcher.slurm.srun_args.trainer=[--hint=nomultithread]"],
             12,
             marks=pytest.mark.soak,
