@@ -4,6 +4,7 @@ those with a Slurm, else those of a file. What takes longest starts first.
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -51,6 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests start thousands of processes: each that compiled the package would take half a second more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    gc.disable()  # until the modules of the tests are imported
+
+
+def pytest_collection_finish() -> None:
+    # No collection of garbage looks at what these modules imported.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

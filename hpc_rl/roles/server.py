@@ -16,6 +16,7 @@ from typing import Any
 from hpc_rl.config.options.experiment import GRPOConfig, has_trainer
 from hpc_rl.config.pool_view import EVALUATION_POOL, view_pool
 from hpc_rl.core.allocation import parse
+from hpc_rl.core.collector import pause_collector
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import AWAY_S, wait_for_path
 from hpc_rl.core.net import bind_published
@@ -140,7 +141,9 @@ def _create_backend(context: role.Context, rendezvous: tuple[str, int]) -> Any:
     )
     # import only the used backend: the image of SGLang's front has no torch
     module, _, cls = BACKENDS[servers.backend].partition(":")
-    return getattr(import_module(module), cls).create(view_pool(_get_config(context), unit.pool), place)
+    with pause_collector():
+        backend = getattr(import_module(module), cls)
+    return backend.create(view_pool(_get_config(context), unit.pool), place)
 
 
 def _find_copy_folder(context: role.Context, model: str, stack: ExitStack) -> Path:

@@ -5,10 +5,13 @@ import os
 import socket
 from collections.abc import MutableMapping
 from contextlib import ExitStack
+from pkgutil import resolve_name
 
 from hpc_rl.core import net
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.proc import spare_garbage_collector
+from hpc_rl.core.collector import pause_collector
+from hpc_rl.engines import ENGINES
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.roles import role
 from hpc_rl.roles.role import Context
@@ -21,15 +24,20 @@ COLLECTIVE_TIMEOUT_S = 4 * 3600.0
 
 
 def train_rank(context: Context) -> int:
+    train_part = parse(context.plan.allocation).train
+    assert train_part is not None, "a plan with a trainer names its engine"
     # imported here because torch takes seconds: the process record is already written
-    from hpc_rl.engines.shared import (
-        collectives,
-        distributed,
-    )
-    from hpc_rl.trainers.compose import COMPOSE
-    from hpc_rl.trainers.loop import train
-    from hpc_rl.trainers.ranks import Ranks
-    from hpc_rl.trainers.start import TrainerContext
+    with pause_collector():
+        from hpc_rl.engines.shared import (
+            collectives,
+            distributed,
+        )
+        from hpc_rl.trainers.compose import COMPOSE
+        from hpc_rl.trainers.loop import train
+        from hpc_rl.trainers.ranks import Ranks
+        from hpc_rl.trainers.start import TrainerContext
+
+        resolve_name(ENGINES[train_part.backend])
 
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
@@ -69,8 +77,6 @@ def train_rank(context: Context) -> int:
         log_start(context, f"the collectives work: {found.summary}")
         for node, reason in found.slow.items():
             logger.warning("the network of node %s is slow: %s", node, reason)
-    train_part = parse(context.plan.allocation).train
-    assert train_part is not None, "a plan with a trainer names its engine"
     start = TrainerContext(
         trial=context.trial,
         attempt=context.attempt,
