@@ -1,6 +1,6 @@
 """Trials on a private cluster of each version of Slurm: what users and Slurm do to a job, and every layout.
 
-In `make test` the life of a trial with the newest that Debian has; the layouts are soak tests here.
+In `make test` a short life of a trial with the newest that Debian has. The layouts and a long life are soak tests.
 """
 
 import json
@@ -56,8 +56,14 @@ def check_end(one: Killed) -> None:
     assert state_of(one) == "done"
 
 
-def test_the_life_of_a_trial(trials, cluster, monkeypatch):
-    """It is requeued by an administrator, preempted, loses its first node, is cancelled and recovered."""
+# After each event all roles start again, which takes half a minute; other files have each with the system's Slurm.
+@pytest.mark.parametrize(
+    "events",
+    [["first node"], pytest.param(["requeue", "preempt", "first node"], marks=pytest.mark.soak)],
+    ids=["short", "long"],
+)
+def test_the_life_of_a_trial(trials, cluster, monkeypatch, events):
+    """It may be requeued by an administrator or preempted, loses its first node, is cancelled and recovered."""
     monkeypatch.setenv("HPC_RL_WATCH_S", "1")
     one = Chaos(trials.folder, trials.name, APART, total_steps=24, held=True, cluster=cluster)
     trials.started.append(one)
@@ -65,7 +71,7 @@ def test_the_life_of_a_trial(trials, cluster, monkeypatch):
     one.until(lambda: one.num_rows() >= 2)
     assert state_of(one) == "running"
     luck = random.Random(1)
-    for number, event in enumerate(("requeue", "preempt", "first node"), 1):
+    for number, event in enumerate(events, 1):
         one.strike(event, luck)
         started = one.trial.attempt(f"{one.job_id}.{number}").dir
         one.until(started.exists)
