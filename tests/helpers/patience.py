@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "HPC_RL_TEST_SLOWNESS"
+NUM_LOOPS = 4_000_000
 LOOP_S = 0.25
 START_S = 0.15
 MOST = 6.0
@@ -23,7 +24,7 @@ LONGEST_PAUSE_S = 2.0
 def measure_slowness() -> float:
     """Return how many times slower this machine is than a usual one, from 1 to 6."""
     begun = time.perf_counter()
-    sum(number * number for number in range(4_000_000))
+    sum(number * number for number in range(NUM_LOOPS))
     looped = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import asyncio, numpy"], check=True)
     started = time.perf_counter()

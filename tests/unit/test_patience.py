@@ -88,5 +88,22 @@ def test_the_slower_of_loop_and_import_decides(monkeypatch, times, slowness):
     loop_s, start_s = times[0] * patience.LOOP_S, times[1] * patience.START_S
     clock = iter((0.0, loop_s, loop_s + start_s))
     monkeypatch.setattr(patience.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(patience, "NUM_LOOPS", 1)
     monkeypatch.setattr(patience.subprocess, "run", lambda *words, **options: None)
     assert patience.measure_slowness() == pytest.approx(slowness)
+
+
+def test_a_look_that_takes_long_is_followed_by_a_longer_pause(monkeypatch):
+    clock, pauses = [0.0], []
+    monkeypatch.setattr(patience.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(patience.time, "sleep", pauses.append)
+
+    def condition(takes_s: float, found: int) -> int:
+        clock[0] += takes_s
+        return found
+
+    assert patience.look(lambda: condition(0.1, 0)) == 0
+    assert patience.look(lambda: condition(0.0, 0), 0.05) == 0
+    assert patience.look(lambda: condition(60.0, 0)) == 0
+    assert pauses == pytest.approx([0.4, 0.05, patience.LONGEST_PAUSE_S])
+    assert patience.look(lambda: condition(0.1, 7)) == 7 and len(pauses) == 3
