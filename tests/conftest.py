@@ -4,17 +4,19 @@ those with a Slurm, else those of a file. What takes longest starts first.
 No test sees or changes what the account that runs them keeps: its index of trials, its cluster profiles.
 """
 
-import gc
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 from patience import extend, set_slowness
+
+from hpc_rl.core.collector import pause_collector
 
 STARTED_ONCE = ("slurm", "sglang", "vllm")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
@@ -52,13 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests start thousands of processes: each that compiled the package would take half a second more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    gc.disable()  # until the modules of the tests are imported
 
 
-def pytest_collection_finish() -> None:
-    # No collection of garbage looks at what these modules imported.
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import the modules of the tests, and what they import."""
+    with pause_collector():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
