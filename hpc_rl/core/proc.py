@@ -118,16 +118,6 @@ def trim_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def spare_garbage_collector() -> None:
-    """Exempt all present objects from garbage collections; call it when a role has started.
-
-    The imports of torch and transformers leave 350,000 objects. A full collection looks at each of them: it
-    stops the process for 0.1 to 0.2 s, and finds nothing.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def count_oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for memory in this process's cgroup; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):

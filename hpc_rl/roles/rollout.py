@@ -17,9 +17,9 @@ from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.core import net
+from hpc_rl.core.collector import spare_collector
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.http_service import HttpService
-from hpc_rl.core.proc import spare_garbage_collector
 from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
@@ -110,7 +110,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         report_to, lambda: describe_progress(service), lambda: report_servers(count_live_servers())
     )
     renewing = _renew(lease, record, service)
-    spare_garbage_collector()
+    spare_collector()
     duties = {
         asyncio.create_task(duty)
         for duty in (service.run(), executor.wait_for_failure(), renewing, _wait_for_stop(context), report)

@@ -23,8 +23,8 @@ from hpc_rl.config.pool_view import (
 from hpc_rl.config.rules.file_rules import find_context, find_vocab_size
 from hpc_rl.core import log
 from hpc_rl.core.algorithms import ALGORITHMS
+from hpc_rl.core.collector import spare_collector
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
-from hpc_rl.core.proc import spare_garbage_collector
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ async def work(
         open_pool = partial(open_servers, stack, trial, config, data_token)
         worker = await open_worker(stack, config, keys, write, open_pool)
         LoopWatch(worker.tell_blocked).start()
-        spare_garbage_collector()
+        spare_collector()
         await worker.serve(await pipes.open_stdin())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for the rest
 

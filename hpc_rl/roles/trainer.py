@@ -9,8 +9,7 @@ from pkgutil import resolve_name
 
 from hpc_rl.core import net
 from hpc_rl.core.allocation import parse
-from hpc_rl.core.proc import spare_garbage_collector
-from hpc_rl.core.collector import pause_collector
+from hpc_rl.core.collector import pause_collector, spare_collector
 from hpc_rl.engines import ENGINES
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.roles import role
@@ -96,7 +95,7 @@ def train_rank(context: Context) -> int:
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, stack)
         log_start(context, f"the state of step {run.step} is loaded, as lineage {run.lineage}")
-        spare_garbage_collector()
+        spare_collector()
         code = train(run, recipe)
     distributed.shutdown()
     return code

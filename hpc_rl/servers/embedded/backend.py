@@ -22,8 +22,8 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
+from hpc_rl.core.collector import spare_collector
 from hpc_rl.core.errors import ConfigError, RequestRefused
-from hpc_rl.core.proc import spare_garbage_collector
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
@@ -166,7 +166,7 @@ class EmbeddedBackend:
         limits = config.max_running_requests, config.batch_invariant
         self._engine = EmbeddedEngine(model, version, self._deliver, *limits, load_pace(os.environ))
         self._engine.start()
-        spare_garbage_collector()
+        spare_collector()
         form = "the embedded engine has loaded %s in %.1f s (%s)"
         logger.info(form, path, time.monotonic() - start, type(model.decoder).__name__)
 

@@ -152,18 +152,3 @@ def test_what_ignores_term_is_killed(tied):
     assert process.stdout.readline() == b"ready\n"
     process.end(0.2)
     assert process.exit_status() == "signal SIGKILL"
-
-
-SPARED = """
-import gc
-from hpc_rl.core.proc import spare_garbage_collector
-
-old = [[] for _ in range(100_000)]
-spare_garbage_collector()
-print(len(gc.get_objects()) < 10_000, gc.get_freeze_count() > 100_000)
-"""
-
-
-def test_the_garbage_collector_is_spared_the_objects_of_the_start():
-    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
