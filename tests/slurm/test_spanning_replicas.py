@@ -7,14 +7,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import toy_trials
+from alone_trials import list_backend_options
 from host_trials import shared_folder, started, step_of, wait_for
 from hosts import HostsCluster, speak_from_login_node
 from other_pythons import python_of
-from sglang_stand_in import ROOT, make_stand_in
+from patience import extend
+from sglang_stand_in import make_stand_in
 from toy_trials import hpc_rl, logs_of, trial_of
 
 from hpc_rl.core.records import EventKind, load_events
@@ -63,20 +66,41 @@ class Observed:
             if one.alive and one.value.get("state") in keys.ROUTABLE
         }
 
-    def wait_for_servers(self, *indexes: int) -> dict[int, LeaseView]:
-        return wait_for(lambda: self.list_serving().keys() == {*indexes} and self.list_serving(), self.trial)
+    def wait_for_servers(self, *indexes: int, limit_s: float = 200) -> dict[int, LeaseView]:
+        def find() -> dict[int, LeaseView]:
+            found = self.list_serving()
+            return found if found.keys() == {*indexes} else {}
+
+        return wait_for(find, self.trial, limit_s)
 
     def wait_for_steps(self, count: int) -> None:
         last = step_of(self.trial) + count
         wait_for(lambda: step_of(self.trial) >= last, self.trial)
 
 
+def make_place(cluster: HostsCluster, name: str) -> Path:
+    """Make the toy in a folder of all hosts, unless it is there."""
+    here = cluster.dir / "work" / name
+    if not here.exists():
+        toy_trials.make_quickstart(shared_folder(cluster, name))
+    return here
+
+
+def make_real(cluster: HostsCluster, name: str, backend: str) -> dict[str, Any]:
+    """Make a model that is large enough for a real server; return the options of a trial with such servers."""
+    from conformance import make_model  # it imports torch
+
+    make_model(make_place(cluster, name) / "quickstart/warm", 1)
+    words = list_backend_options(backend, python_of(backend))
+    return dict(word.split("=", 1) for word in words) | {"rollout.setup_timeout": f"{extend(900):.0f}"}
+
+
 def submit(cluster: HostsCluster, name: str, **options: Any) -> Observed:
-    here = shared_folder(cluster, name)
-    toy_trials.make_quickstart(here)
-    own = OPTIONS | make_stand_in(here / "stand-in") | {"trial_name": name} | options
-    words = [f"{key.replace('__', '.')}={value}" for key, value in own.items()]
-    hpc_rl("submit", "--config", "configs/grpo.yaml", *words, cwd=here)
+    here = make_place(cluster, name)
+    own = OPTIONS | {"trial_name": name} | {key.replace("__", "."): value for key, value in options.items()}
+    if "launcher.inference_server_python" not in own:
+        own |= make_stand_in(here / "stand-in")
+    hpc_rl("submit", "--config", "configs/grpo.yaml", *(f"{key}={own[key]}" for key in own), cwd=here)
     return Observed(trial_of(here, name))
 
 
@@ -90,9 +114,23 @@ def nodes_of_steps(cluster: HostsCluster, prefix: str) -> dict[str, list[str]]:
     return found
 
 
-def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(cluster):
-    one = submit(cluster, "array", total_train_steps=100_000, launcher__slurm__layout="jobs")
-    before = one.wait_for_servers(0, 1)
+REAL = [
+    pytest.param(name, marks=[pytest.mark.soak, getattr(pytest.mark, name), pytest.mark.timeout(2400)])
+    for name in ("sglang", "vllm")
+]
+
+
+@pytest.mark.parametrize("backend", ["stand-in", *REAL])
+def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(cluster, backend):
+    own = {"total_train_steps": 100_000, "launcher__slurm__layout": "jobs"}
+    limit_s = 300
+    if backend != "stand-in":
+        own |= make_real(cluster, f"array-{backend}", backend) | {
+            "allocation_mode": f"{backend}:d2t2+fsdp:d1"
+        }
+        limit_s = 900
+    one = submit(cluster, f"array-{backend}", **own)
+    before = one.wait_for_servers(0, 1, limit_s=limit_s)
     one.wait_for_steps(3)
     nodes = nodes_of_steps(cluster, "server-0")
     assert [len(places) for places in nodes.values()] == [2], "one step on both nodes"
@@ -113,13 +151,15 @@ def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(c
         cluster.hurry(find_task()[0])
         return one.list_serving().keys() == {0, 1}
 
-    wait_for(returns, one.trial, 300)
+    wait_for(returns, one.trial, limit_s)
     after = one.list_serving()
     assert after[0].epoch > before[0].epoch and after[0].value["attempt"] != before[0].value["attempt"]
     assert after[1].epoch == before[1].epoch
     one.wait_for_steps(2)
-    logs = "".join(path.read_text() for path in one.trial.dir.rglob("logs/sglang-*.log"))
-    assert "node 1 of 2 joins at 10.77." in logs and "has other weights" not in logs_of(one.trial, 10_000)
+    if backend == "stand-in":
+        logs = "".join(path.read_text() for path in one.trial.dir.rglob("logs/sglang-*.log"))
+        assert "node 1 of 2 joins at 10.77." in logs
+    assert "has other weights" not in logs_of(one.trial, 10_000)
     hpc_rl("cancel", str(one.trial.dir), cwd=cluster.dir)
 
 
@@ -141,31 +181,12 @@ def test_a_replica_of_one_job_is_restarted_after_the_loss_of_a_process_on_its_se
     hpc_rl("cancel", str(one.trial.dir), cwd=cluster.dir)
 
 
-@pytest.mark.soak
-@pytest.mark.sglang
-def test_sglang_on_two_hosts_serves_a_trial(cluster):
-    from conformance import make_model  # it imports torch
-
-    sglang_python = python_of("sglang")
-    here = shared_folder(cluster, "real")
-    toy_trials.make_quickstart(here)
-    make_model(here / "quickstart/warm", 1)
-    shim = ROOT / "tests/sglang/shim"
-    own = OPTIONS | {
-        "trial_name": "real",
-        "cluster.n_nodes": 3,
-        "allocation_mode": "sglang:t2+fsdp:d1",
-        "total_train_steps": 3,
-        "launcher.inference_server_python": sglang_python,
-        "launcher.inference_server_env_vars": f"PYTHONPATH={shim},OMP_NUM_THREADS=1",
-        "launcher.inference_server_mem_per_gpu": 4096,
-        "sglang.max_total_tokens": 16384,
-        "sglang.context_length": 64,
-    }
-    words = [f"{key}={value}" for key, value in own.items()]
-    hpc_rl("submit", "--config", "configs/grpo.yaml", *words, cwd=here)
-    trial = trial_of(here, "real")
-    wait_for(trial.done.exists, trial, 600)
+@pytest.mark.parametrize("backend", REAL)
+def test_a_real_server_on_two_hosts_serves_a_trial(cluster, backend):
+    own = make_real(cluster, f"real-{backend}", backend)
+    own |= {"cluster.n_nodes": 3, "allocation_mode": f"{backend}:t2+fsdp:d1", "total_train_steps": 3}
+    trial = submit(cluster, f"real-{backend}", **own).trial
+    wait_for(trial.done.exists, trial, 900)
     assert step_of(trial) == 3
     first, second = (next(trial.attempts.glob(f"*/logs/server-0.0-rank{rank}.log")) for rank in (0, 1))
     assert "is serving weights 0.3 now" in first.read_text()
