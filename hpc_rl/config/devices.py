@@ -95,12 +95,17 @@ def _derive_allocation(config: Config) -> Allocation:
 
 
 def fill_stars(config: Config, allocation: Allocation) -> Allocation:
-    """Replace `d*` by the replicas that the remaining units hold; a node without GPUs is one unit."""
+    """Replace `d*` by the replicas that the remaining units hold; a node without GPUs is one unit.
+
+    Servers and trainer that share units have no rest: `d*` is as many as the other has, or all units.
+    """
     parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
     starred = [part for part in parts if part.d is None]
     refuse = partial(Refusal, option="allocation_mode", value=allocation)
     if not starred:
         return allocation
+    if allocation.colocate:
+        return _fill_shared_stars(config, allocation)
     if len(starred) > 1:
         why, use = ": only one part can have d*", "write a number in the others, such as d4"
         raise ConfigError(refuse(kind=Kind.VALUE, why=why, use=use))
@@ -121,4 +126,30 @@ def fill_stars(config: Config, allocation: Allocation) -> Allocation:
         allocation,
         pools=tuple(replace(one, d=count if one.d is None else one.d) for one in allocation.pools),
         train=replace(train, d=count) if train and train.d is None else train,
+    )
+
+
+def _fill_shared_stars(config: Config, allocation: Allocation) -> Allocation:
+    cluster, [servers], train = config.cluster, allocation.pools, allocation.train
+    assert train is not None
+    units = servers.num_units or train.num_units or cluster.n_nodes * max(cluster.n_gpus_per_node, 1)
+    for part in (servers, train):
+        if units % part.units_per_replica:
+            why = f": d* can't be filled, because {units} units are no multiple of {part.units_per_replica}"
+            use = "write a number in place of *, or change the sizes"
+            sizes = ("cluster.n_nodes", "cluster.n_gpus_per_node")
+            raise DoesNotFit(
+                Refusal(
+                    option="allocation_mode",
+                    value=allocation,
+                    kind=Kind.CONFLICT,
+                    why=why,
+                    use=use,
+                    related=sizes,
+                )
+            )
+    return replace(
+        allocation,
+        pools=(replace(servers, d=units // servers.units_per_replica),),
+        train=replace(train, d=units // train.units_per_replica),
     )

@@ -5,7 +5,7 @@
     servers    : ("embedded"|"sglang"|"vllm") name? (":"|".") (("d"|"t"|"p") SIZE)+
     train      : (("fsdp"|"megatron") name? (":"|"."))? ((("d"|"p"|"t"|"c"|"e") SIZE)+ | hybrid)
     hybrid     : "("? "attn" ":" dims(c d t p) "|" "ffn" ":" dims(d e t p) ")"?
-    name       : "[" NAME "]"        SIZE : a number without leading zero; "d*" is the rest
+    name       : "[" NAME "]"        SIZE : a number without leading zero; "d*" is the rest, all with "|"
 
 Blanks may stand between tokens. Dimensions come in any order and default to 1. `e` adds no units. Each pool
 of servers has a unique name, `rollout` by default; training can only be named `actor`. The parser accepts the
@@ -176,6 +176,9 @@ class _Parser:
         result = (
             self.parse_servers_first() if word in SERVER_BACKENDS else Allocation(train=self.parse_train())
         )
+        if self.token == "+" and "eval" in (self.tokens[self.at - 1][0], self.tokens[self.at + 1][0]):
+            use = "name their pool, as sglang:d3+sglang[eval]:d1+fsdp:d4"
+            self.fail(f"'+eval' does not say how many servers evaluate beside training; {use}")
         if self.token:
             self.fail(f"unexpected {self.token!r} after the end of the expression")
         return result
@@ -205,8 +208,9 @@ class _Parser:
         train = self.parse_train()
         if sign == "|" and len(pools) > 1:
             self.fail("'|' can't be used with several pools of servers", sign_at)
-        if sign == "|" and pools[0].num_units != train.num_units:
-            both = f"servers have {pools[0].num_units or 'd*'} units, training has {train.num_units or 'd*'}"
+        ours, theirs = pools[0].num_units, train.num_units
+        if sign == "|" and ours and theirs and ours != theirs:
+            both = f"servers have {ours} units, training has {theirs}"
             self.fail(f"'|' requires the same units for both, but {both}", sign_at)
         return Allocation(pools=tuple(pools), train=train, colocate=sign == "|")
 

@@ -90,6 +90,8 @@ def test_star_is_what_is_left():
         (f"sglang[{'a' * 64}]:d1+d1", 8, "use a letter, then up to 62 letters, digits, _ or -"),
         ("sglang[a:d1+d1", 8, "can't name a pool"),
         ("sglang[a]:d1+sglang[b]:d1|d2", 26, "several pools"),
+        ("sglang:d4+fsdp:d4+eval", 18, "name their pool, as sglang:d3+sglang[eval]:d1+fsdp:d4"),
+        ("sglang:d4+eval+fsdp:d4", 15, "name their pool, as sglang:d3+sglang[eval]:d1+fsdp:d4"),
     ],
 )
 def test_refusals_name_the_position(text, position, words):

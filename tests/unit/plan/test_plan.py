@@ -254,6 +254,25 @@ def test_servers_and_trainer_in_turn_have_the_same_gpus():
         plan_trial(gpus, "allocation_mode=sglang:d4|fsdp:d4")
 
 
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("sglang:d*|fsdp:d*", "sglang:d16|fsdp:d16"),
+        ("sglang:d*t4|fsdp:d16", "sglang:d4t4|fsdp:d16"),
+        ("sglang:d4t4|fsdp:d*", "sglang:d4t4|fsdp:d16"),
+    ],
+)
+def test_a_star_is_all_units_in_turn(text, filled):
+    gpus = "cluster.n_gpus_per_node=8"
+    assert plan_trial(gpus, "--n_nodes=2", f"allocation_mode={text}").allocation == filled
+
+
+def test_a_star_in_turn_must_fill_the_units():
+    assert plan_trial("allocation_mode=embedded:d*|fsdp:d*").allocation == "embedded:d1|fsdp:d1"
+    with pytest.raises(DoesNotFit, match=r"8 units are no multiple of 3; write a number"):
+        plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t3|fsdp:d*")
+
+
 def test_one_gpu_is_enough_in_turn():
     with pytest.raises(DoesNotFit, match=r"or allocation_mode sglang:d1\|fsdp:d1"):
         plan_trial("cluster.n_gpus_per_node=1")
