@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_rl.config import presets as presets_of
 from hpc_rl.config.compat import areal_files, atlas
-from hpc_rl.config.compat.areal_names import AT_TOP
+from hpc_rl.config.compat.areal_names import AT_TOP, NAMES
 from hpc_rl.config.load import parser
 from hpc_rl.config.load.fields import (
     find_members,
@@ -320,9 +320,20 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
     use = "a grpo trial has a section actor, an sft trial a section model; or set trainer to one of "
     use += ", ".join(CONFIGS)
     use += "" if where else ". Give a configuration with --config FILE"
+    if "rollout" in origins:
+        use += ". Servers alone have a model on the command line: `hpc-rl generate MODEL --config FILE`"
     related = ("trainer", "actor", "model")
     no_trainer = Refusal(option="", kind=Kind.MISSING, why=why, use=use, related=related)
-    raise ConfigError(*_list_unknown_names(settings), no_trainer)
+    raise ConfigError(*_list_unknown_names(settings), *_refuse_service(settings), no_trainer)
+
+
+def _refuse_service(settings: Settings) -> Iterator[Refusal]:
+    """Yield a refusal of AReaL's service for rollouts, which needs no trainer."""
+    name = "rollout._version"
+    item, known = settings.get(name), NAMES[name]
+    if item is not None and item.value not in known.idle:
+        value, why = repr(item.to_plain()), f": {known.why}"
+        yield Refusal(option=name, origin=item.origin, value=value, kind=Kind.UNSUPPORTED, why=why)
 
 
 def _list_unknown_names(settings: Settings) -> Iterator[Refusal]:

@@ -171,7 +171,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "terminal_bench_tb_sglang": (["n_trajs, max_tokens_per_trajectory"], CODE),
     "tir/tir_math_config": (["tir"], CODE),
-    "experimental/inference_service/tau2_rollout": ([""], "neither actor nor model is given"),
+    "experimental/inference_service/tau2_rollout": (
+        ["rollout._version", ""],
+        "Servers alone have a model on the command line: `hpc-rl generate MODEL",
+    ),
     "math/gsm8k_grpo_megatron_fp8": (
         ["actor.megatron.ddp.fp8_param_gather", "actor.megatron.fp8_config"],
         FP8,
