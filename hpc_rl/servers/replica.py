@@ -126,12 +126,13 @@ class Replica:
 
     async def _end(self, tasks: set[asyncio.Task[None]]) -> None:
         lost = self.proxy.lifecycle == "stale"
+        has_answered = bool(self.proxy.version) or (self._frozen and self.proxy.lifecycle == "serving")
         self.proxy.enter("stopping")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._report_use)
-        if not self._backend.alive() and (self.proxy.version or self._frozen):
+        if has_answered and not self._backend.alive():
             # running requests return to their clients with the tokens so far
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):

@@ -431,6 +431,19 @@ async def test_a_frozen_server_serves_its_own_model_and_takes_no_weights(trial):
     assert await task == 75
 
 
+async def test_a_frozen_server_that_can_not_start_says_why(trial):
+    names, backend, who = open_names(trial), FakeBackend(), Identity(3, "7.1", 0, "student")
+
+    def fail():
+        raise ConfigError("no such program")
+
+    backend.on_start = fail
+    replica = Replica(backend, trial, names, TOKENS, who, "/student", frozen=True)
+    with pytest.raises(ConfigError, match="/student can't be served: no such program"):
+        await replica.run(threading.Event())
+    assert backend.calls == [] and backend.stopped
+
+
 async def test_starts_with_the_newest_published_weights(trial):
     publish(trial, "0.4")
     names, backend = open_names(trial), FakeBackend()
