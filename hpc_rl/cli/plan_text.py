@@ -27,12 +27,13 @@ def describe_plan(planned: Planned, changed: Sequence[str] = ()) -> list[str]:
     trial, plan = submission.make_trial(planned.loaded.config), planned.plan
     config = planned.loaded.config
     nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
+    work = plan.trainer if plan.purpose == "train" else plan.purpose
     unknown = ["memory     not estimated: no config.json of a model that is known here"]
     return [
         *planned.note_lines(),
         f"trial      {trial}",
         f"directory  {trial.dir}",
-        f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {pick(config.launcher.type)}",
+        f"plan       {work}, {plan.allocation}, {nodes}, {pick(config.launcher.type)}",
         *changed,
         *(f"           {line}" for line in make_plan_lines(plan)),
         *(needs.describe_needs(planned.needs, config, plan) if planned.needs else unknown),

@@ -1,11 +1,12 @@
 """The shared part of `generate`, `evaluate` and `serve`: trials with servers alone."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from hpc_rl.cli.options import CONFIG_FILES, CommandParser, Namespace
 from hpc_rl.cli.outcome import add_outcome, collect_sources, submit_and_report
 from hpc_rl.config.load.load import Loaded
-from hpc_rl.core.errors import CannotWrite
+from hpc_rl.core.errors import CannotWrite, TrialNameError
 from hpc_rl.trials import forking, prepare, submission, without_trainer
 from hpc_rl.trials.checkpoints import choose_export
 from hpc_rl.trials.conversion import write_export
@@ -36,7 +37,12 @@ def submit(args: Namespace, purpose: str) -> int:
 
 def _load_for_trial(sources: prepare.ConfigSources, purpose: str, named: str) -> Loaded:
     """Return the configuration for `TRIAL[@STEP]`, whose weights are then in the new trial."""
-    parent, step = forking.resolve_parent(named, None)
+    try:
+        parent, step = forking.resolve_parent(named, None)
+    except TrialNameError as error:
+        folder = Path(named).expanduser()
+        state = "has no config.json" if folder.is_dir() else "is no folder"
+        raise TrialNameError(f"{named} is no model, because it {state}; and as a trial: {error}") from error
     chosen = choose_export(parent, step)
     loaded = without_trainer.load_for_trial(sources, purpose, parent, chosen.step)
     folder = without_trainer.find_weights_folder(loaded, chosen.step)

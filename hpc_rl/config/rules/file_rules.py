@@ -57,10 +57,15 @@ def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Ite
     if not is_trusted(config, config.tokenizer_path or engine.path):
         yield from check_tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
     if isinstance(config, GRPOConfig):
-        sets = {f"evaluator.sets.{name}": find_sampling(config, name)[0] for name in config.evaluator.sets}
-        for name, g in {**list_samplings(config), **sets}.items():
-            if name != "gconfig" and g.max_new_tokens == config.gconfig.max_new_tokens:
+        samplings = list_samplings(config)
+        if config.purpose in ("train", "evaluate"):
+            sets = {name: find_sampling(config, name)[0] for name in config.evaluator.sets}
+            samplings |= {f"evaluator.sets.{name}": one for name, one in sets.items()}
+        checked = set[int]()
+        for name, g in samplings.items():
+            if g.max_new_tokens in checked:
                 continue
+            checked.add(g.max_new_tokens)
             dataset = config.train_dataset if name == "gconfig" else config.valid_dataset
             longest = dataset.max_length if dataset else None
             yield from check_context(f"{name}.max_new_tokens", g.max_new_tokens, found, longest)

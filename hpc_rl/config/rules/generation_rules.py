@@ -12,7 +12,7 @@ from hpc_rl.config.devices import count_data_ranks
 from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.load.parser import convert_value, describe_allowed
 from hpc_rl.config.load.source import add_origin
-from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value, has_trainer
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.config.options.limits import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from hpc_rl.config.rules.consistency import find_context_option, find_server_backend, list_given
@@ -193,7 +193,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 )
     # completions of evaluations enter no micro-batch
     new = config.gconfig.max_new_tokens
-    for section, engine in list_models(config):
+    for section, engine in list_models(config) if has_trainer(config) else ():
         limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
         if limit and limit // together <= new:
             times = f" for each of mb_spec.granularity {together}" if together > 1 else ""

@@ -12,6 +12,15 @@ def check_purpose(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     if config.keep_best_samples is not None and purpose != "generate":
         why, use = f"has no effect with purpose {purpose}", "use `hpc-rl generate`, or remove it"
         yield Refusal(option="keep_best_samples", kind=Kind.NO_EFFECT, why=why, use=use, related=related)
+    elif (config.keep_best_samples or 0) > config.gconfig.n_samples:
+        why = f"must not exceed gconfig.n_samples {config.gconfig.n_samples}"
+        yield Refusal(
+            option="keep_best_samples",
+            value=config.keep_best_samples,
+            kind=Kind.VALUE,
+            why=why,
+            related=("gconfig.n_samples",),
+        )
     if has_trainer(config):
         return
     if purpose == "evaluate" and config.valid_dataset is None:

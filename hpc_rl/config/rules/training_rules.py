@@ -64,9 +64,13 @@ def find_reference(config: Config) -> TrainEngineConfig | None:
 
 
 def list_samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
-    """Return the sections with sampling options of the trained model."""
-    held_out = {"eval_gconfig": config.eval_gconfig} if config.eval_gconfig else {}
-    return {"gconfig": config.gconfig, **held_out}
+    """Return the sections with sampling options of the trained model that the purpose uses."""
+    if config.purpose == "serve":  # each request has its own
+        return {}
+    if config.eval_gconfig is None or config.purpose == "generate":
+        return {"gconfig": config.gconfig}
+    held_out = {"eval_gconfig": config.eval_gconfig}
+    return held_out if config.purpose == "evaluate" else {"gconfig": config.gconfig, **held_out}
 
 
 def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
