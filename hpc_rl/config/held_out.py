@@ -1,12 +1,16 @@
 """The held-out sets of a trial: `valid_dataset`, under the name "", and `evaluator.sets`."""
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
-from hpc_rl.config.options.operations import FrequencyConfig
+from hpc_rl.config.options.operations import EvaluatorConfig, FrequencyConfig
+from hpc_rl.core.refusal import Kind, Refusal
 
+MAIN_SET = "valid_dataset"  # where the set without a name needs one
 SAMPLING = ("n_samples", "max_new_tokens", "temperature", "top_p", "greedy")
 
 
@@ -37,3 +41,19 @@ def find_period(config: GRPOConfig, name: str) -> FrequencyConfig:
     own = config.evaluator.sets.get(name)
     periods = (own and own.freq_epochs, own and own.freq_steps, own and own.freq_secs)
     return own if own is not None and any(periods) else config.evaluator
+
+
+def refuse_same_names(evaluator: EvaluatorConfig, rows: Iterable[Mapping[str, Any]]) -> Iterator[Refusal]:
+    """Yield a refusal for each set whose name is also one of `sets_column` in the rows of `valid_dataset`."""
+    column = evaluator.sets_column
+    if column is None or not evaluator.sets:
+        return
+    for name in sorted({str(row.get(column, "")) for row in rows} & evaluator.sets.keys()):
+        why = f"has the metrics of the rows of valid_dataset with {name!r} in column {column!r}"
+        yield Refusal(
+            option=f"evaluator.sets.{name}",
+            kind=Kind.CONFLICT,
+            why=why,
+            use="rename the set",
+            related=("evaluator.sets_column",),
+        )

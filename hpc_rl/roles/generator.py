@@ -9,6 +9,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.held_out import open_held_out_sets
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import open_names
 from hpc_rl.roles import role
@@ -79,7 +80,7 @@ def open_parts(config: GRPOConfig, tokenizer: Tokenizer) -> list[Prompts]:
     """Return the prompts of each data set of the pass. Raises ConfigError."""
     if config.purpose == "generate":
         return Curriculum(config.train_dataset, tokenizer, config.seed).parts
-    return [Prompts(one, tokenizer, config.seed) for one in list_held_out_sets(config).values()]
+    return [*open_held_out_sets(config, tokenizer).values()]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 from hpc_rl.atropos.hosting import host_environments
 from hpc_rl.checkpoint.lineage import find_newest_number
 from hpc_rl.config.changes import digest_options
-from hpc_rl.config.held_out import list_held_out_sets
 from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.config.rules.file_rules import find_context
@@ -23,6 +22,7 @@ from hpc_rl.core.http_service import HttpService
 from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.held_out import open_held_out_sets
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.roster import RosterReader
@@ -53,8 +53,7 @@ def open_prompts(config: GRPOConfig) -> tuple[Curriculum, dict[str, Prompts]]:
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     dataset = config.train_dataset if has_own_prompts(config) else None
     prompts = Curriculum(dataset, tokenizer, config.seed)
-    held_out = list_held_out_sets(config).items()
-    return prompts, {name: Prompts(one, tokenizer, config.seed) for name, one in held_out}
+    return prompts, open_held_out_sets(config, tokenizer)
 
 
 async def serve(context: role.Context, config: GRPOConfig) -> int:

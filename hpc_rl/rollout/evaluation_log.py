@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from hpc_rl.config.held_out import MAIN_SET
 from hpc_rl.core.files import is_full
 from hpc_rl.core.types import WeightVersion, decode, encode
 from hpc_rl.rollout.batch_log.ledger import FRAME
@@ -21,7 +22,6 @@ from hpc_rl.rollout.pipes import NoGroup, PromptScored
 
 MAGIC = b"hpc-rl held-out\n"
 HEAD_BYTES = len(MAGIC) + 16
-MAIN = "valid_dataset"  # name of the files of the set without a name
 Logged = PromptScored | NoGroup
 
 
@@ -33,7 +33,7 @@ class EvaluationLog:
         self.outcomes: dict[int, Logged] = {}  # by the position of the prompt in its file
         head = MAGIC + xxhash.xxh3_128_digest(identity.encode())
         folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"{name or MAIN}."
+        prefix = f"{name or MAIN_SET}."
         numbers = sorted(
             int(path.name.removeprefix(prefix).removesuffix(".log")) for path in folder.glob(f"{prefix}*.log")
         )

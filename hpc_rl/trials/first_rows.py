@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rl.config.held_out import refuse_same_names
 from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig, list_datasets
@@ -63,6 +64,8 @@ def _check_dataset(
     if name == "valid_dataset" and sets and not any(sets in row for row in rows):
         why, related = f"is no column of the first {len(rows)} rows of {name}", (f"{name}.path",)
         yield Refusal(option="evaluator.sets_column", value=sets, kind=Kind.FILE, why=why, related=related)
+    if name == "valid_dataset":
+        yield from refuse_same_names(config.evaluator, rows)
     context = find_context(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"
     most = min(

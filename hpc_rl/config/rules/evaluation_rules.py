@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from hpc_rl.config.held_out import MAIN_SET
 from hpc_rl.config.options.experiment import Config, GRPOConfig, has_trainer
 from hpc_rl.config.pool_view import EVALUATION_POOL, has_evaluation_pool
 from hpc_rl.config.rules.consistency import list_given
@@ -71,5 +72,12 @@ def check_blocking(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
         yield Refusal(option=option, value="false", kind=Kind.CONFLICT, why=why, use=use, related=(found[1],))
 
 
+def check_sets(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    if MAIN_SET in config.evaluator.sets:
+        option = f"evaluator.sets.{MAIN_SET}"
+        why = f"has the name of the section {MAIN_SET}, whose set is evaluated too"
+        yield Refusal(option=option, kind=Kind.VALUE, why=why, use="rename the set")
+
+
 RULES = [check_trainer]
-GRPO_RULES = [check_servers, check_blocking]
+GRPO_RULES = [check_servers, check_blocking, check_sets]

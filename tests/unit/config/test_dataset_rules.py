@@ -14,6 +14,7 @@ from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind
 from hpc_rl.datasets.encode import Prompts, encode_prompt, load_pairs, load_sequences
+from hpc_rl.datasets.held_out import open_held_out_sets
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.trials.first_rows import check_first_rows
@@ -388,3 +389,45 @@ def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
         == make_hub_hint(tmp_path / "a/b/c", environ=environ)
         == ""
     )
+
+
+def test_a_set_with_the_name_of_held_out_rows_is_refused(place):
+    rows = [{"prompt": "1", "answer": "1", "topic": topic} for topic in ("easy", "hard")]
+    (place / "h.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
+    options += [f"evaluator.sets.{name}.path={place / 'h.jsonl'}" for name in ("hard", "other")]
+    config = load_checked(place, [{"prompt": "1", "answer": "1"}], *options).config
+    [refusal] = check_first_rows(config)
+    assert refusal.option == "evaluator.sets.hard" and "with 'hard' in column 'topic'" in str(refusal)
+    (place / "h.jsonl").write_text("".join(json.dumps(rows[0]) + "\n" for _ in range(1000)))
+    assert not [*check_first_rows(config)]
+    with (place / "h.jsonl").open("a") as file:
+        file.write(json.dumps(rows[1]) + "\n")
+    assert not [*check_first_rows(config)], "only the first rows are read at submission"
+    with pytest.raises(ConfigError, match="rename the set"):
+        open_held_out_sets(config, Tokenizer(config.actor.path))
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["purpose=train"], ["gconfig.max_new_tokens"]),
+        (["purpose=serve"], []),
+        (["purpose=generate"], ["gconfig.max_new_tokens"]),
+        (["purpose=evaluate"], ["gconfig.max_new_tokens"]),
+        (["purpose=evaluate", "eval_gconfig.greedy=true"], ["eval_gconfig.max_new_tokens"]),
+        (["purpose=evaluate", "eval_gconfig.max_new_tokens=8"], []),
+        (["purpose=generate", "gconfig.max_new_tokens=8", "keep_best_samples=5"], ["keep_best_samples"]),
+        (["purpose=generate", "gconfig.max_new_tokens=8", "keep_best_samples=4"], []),
+    ],
+)
+def test_only_the_sampling_of_the_purpose_must_fit_the_model(place, options, refused):
+    rows = [{"prompt": "1", "answer": "1"}]
+    held_out = [f"valid_dataset.path={place / 'd.jsonl'}"] if "generate" not in options[0] else []
+    words = ["gconfig.max_new_tokens=16384", "allocation_mode=", *held_out, *options]
+    if not refused:
+        load_checked(place, rows, *words)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_checked(place, rows, *words)
+    assert [one.option for one in caught.value.refusals] == refused

@@ -100,3 +100,9 @@ def test_the_best_model_may_be_that_of_a_set():
     assert refused([*words, "saver.keep_best.metric=eval_b/reward"]) == [
         ("saver.keep_best.metric", Kind.CONFLICT)
     ]
+
+
+def test_a_set_has_another_name_than_the_main_one():
+    assert refused([*GRPO, "evaluator.sets.valid_dataset.path=/a"]) == [
+        ("evaluator.sets.valid_dataset", Kind.VALUE)
+    ]
