@@ -150,13 +150,16 @@ def _take_backends(
         done.refusals.append(_refuse(OPTION, whole, Kind.CONFLICT, why, "remove one", tuple(deciding)))
         return found
     needed = [engine] if trained == "model" else [servers, engine]
+    if (purpose := given.get("purpose")) is not None and purpose.value not in (None, "train"):
+        needed = [servers]
     if missing := [name for name in needed if name not in items]:
         why = f"is missing: {deciding[0]} and this option together are {OPTION}"
         done.refusals.append(Refusal(option=missing[0], kind=Kind.MISSING, why=why, related=tuple(deciding)))
-    elif mesh is not None and all(parsed.values()):
+    elif all(parsed.values()):
         pools = _make_pools(parsed[servers], parsed.get(teacher)) if servers in needed else ()
-        allocation = Allocation(pools, mesh.train, colocate=is_colocated)
-        found[OPTION] = add_origin(str(allocation), items[engine].origin)
+        train = mesh.train if mesh is not None else None
+        allocation = Allocation(pools, train, colocate=is_colocated and train is not None)
+        found[OPTION] = add_origin(str(allocation), items[deciding[-1]].origin)
         why = f"is {allocation}, from {', '.join(placed)}"
         done.notes.append(make_note(OPTION, why, related=tuple(placed)))
         _leave_gpus_idle(allocation, found, chosen, done)

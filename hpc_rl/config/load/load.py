@@ -331,7 +331,7 @@ def _refuse_service(settings: Settings) -> Iterator[Refusal]:
     """Yield a refusal of AReaL's service for rollouts, which needs no trainer."""
     name = "rollout._version"
     item, known = settings.get(name), NAMES[name]
-    if item is not None and item.value not in known.idle:
+    if item is not None and item.value not in (None, *known.idle):
         value, why = repr(item.to_plain()), f": {known.why}"
         yield Refusal(option=name, origin=item.origin, value=value, kind=Kind.UNSUPPORTED, why=why)
 

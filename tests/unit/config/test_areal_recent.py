@@ -425,6 +425,16 @@ def test_a_backend_alone_lacks_the_other(tmp_path):
     assert (refusal.option, refusal.kind) == ("rollout.backend", Kind.MISSING)
 
 
+def test_without_a_trainer_its_backend_may_be_missing(tmp_path):
+    tree = make_recent(GRPO)
+    del tree["actor"]["backend"], tree["ref"]
+    path = write_tree(tmp_path, tree)
+    (refusal,) = collect_refusals(path)
+    assert (refusal.option, refusal.kind) == ("actor.backend", Kind.MISSING)
+    loaded = load_checked(path, "purpose=generate")
+    assert loaded.config.allocation_mode == "sglang:d4" and loaded.config.cluster.n_gpus_per_node == 4
+
+
 def test_a_scheduling_spec_is_options_of_the_launcher(tmp_path):
     spec = {
         "cpu": 6,
