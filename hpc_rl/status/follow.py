@@ -21,6 +21,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_exit, format_number
 from hpc_rl.status.rollout_report import list_problems
+from hpc_rl.status.status_text import describe_scores
 from hpc_rl.status.top_view import TrialEye, describe_frame
 from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import TrialStatus
@@ -138,6 +139,8 @@ def describe_final_state(status: TrialStatus) -> list[str]:
     That is the log of the role that failed first, else the output of the job script.
     """
     lines = [describe_trial_state(status)]
+    if scores := describe_scores(status.trial):
+        lines.append(f"scores: {scores}; in {status.trial.results}")
     if status.state not in (TrialState.FAILED, TrialState.KILLED):
         return lines
     path = status.trial.job_output(status.jobs[-1].job_id) if status.jobs else None

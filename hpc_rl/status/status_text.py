@@ -10,7 +10,7 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import find_fruitless_starts
 from hpc_rl.core.files import Row
 from hpc_rl.core.records import ForkRecord, LineageRecord, TrialState
-from hpc_rl.core.trial import SCORES, load_object
+from hpc_rl.core.trial import SCORES, Trial, load_object
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
@@ -75,10 +75,16 @@ def describe_trial(
             lines.append(format_row("", f"rejected: {describe_reasons(status.rejected)}"))
     if status.history.steps or status.history.evaluations:
         lines += ["", *describe_metrics(status)]
-    scores = load_object(status.trial.results / SCORES)
-    if text := ", ".join(f"{name} {format_number(one)}" for name, one in scores.items() if is_number(one)):
-        lines.append(format_row("scores", flatten_line(text)))
+    if text := describe_scores(status.trial):
+        lines.append(format_row("scores", text))
     return lines
+
+
+def describe_scores(trial: Trial) -> str:
+    """Return the scores of a trial without a trainer as one line; empty before its end."""
+    scores = load_object(trial.results / SCORES)
+    numbers = (f"{name} {format_number(one)}" for name, one in scores.items() if is_number(one))
+    return flatten_line(", ".join(numbers))
 
 
 def format_row(name: str, value: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from hpc_rl.core.files import Tail, load_last_lines
+from hpc_rl.core.trial import write_json
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import follow as following
 from hpc_rl.status import scheduler_view as asking
@@ -43,6 +44,17 @@ def test_progress_names_what_matters(fake_trial):
     assert describe_progress(load_status(fake_trial.trial)) == (
         "step 50/100  reward 0.5  staleness 0.5  held-out reward 0.31  1.0 steps/s, done in about 50 s"
     )
+
+
+def test_the_end_of_an_evaluation_alone_shows_its_scores(fake_trial, capsys):
+    fake_trial.run_to(3)
+    trial = fake_trial.trial
+    trial.results.mkdir(parents=True)
+    write_json(trial.results / "scores.json", {"prompts": 40, "reward": 0.5, "left_out": {}})
+    fake_trial.ended("7.0", 0)
+    trial.done.write_text("{}")
+    assert follow(trial, tick_s=0.02) == 0
+    assert f"scores: prompts 40, reward 0.5; in {trial.results}" in capsys.readouterr().out
 
 
 def test_it_ends_when_the_trial_is_done(fake_trial, capsys):
