@@ -136,7 +136,7 @@ def train_model(path: Path, rows: Path, export: Path, seed: int) -> None:
         batch = draw.sample(encoded, 64)
         weight = float(sum(mask.sum() for _, mask in batch))
         engine.train_batch(make_sequences(batch), compute_sequence_loss, weight, 1.0)
-    engine.export(export, path, durable=False)
+    engine.export(export, path)
 
 
 # -- samples
