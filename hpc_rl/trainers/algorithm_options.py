@@ -30,6 +30,11 @@ def load_algorithm(config: GRPOConfig, option: str = OPTION) -> tuple[Algorithm,
     if not isinstance(algorithm, Algorithm):
         why = f"must name an Algorithm of hpc_rl.algorithms.algorithm, not {type(algorithm).__name__}"
         raise ConfigError(Refusal(option=option, value=repr(name), kind=Kind.FILE, why=why))
+    own = algorithm.options
+    if not (isinstance(own, type) and issubclass(own, Options)):
+        shown = own.__name__ if isinstance(own, type) else repr(own)
+        why = f": its `options` must be a subclass of hpc_rl.algorithms.base.Options, not {shown}"
+        raise ConfigError(Refusal(option=option, value=repr(name), kind=Kind.FILE, why=why))
     return algorithm, make_options(algorithm, config, option)
 
 

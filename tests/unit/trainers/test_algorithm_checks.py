@@ -182,3 +182,13 @@ def test_own_options_of_another_type_are_refused(tmp_path, monkeypatch, given, w
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(TYPED=TYPED))
     with pytest.raises(ConfigError, match=words):
         grpo_recipe(tmp_path, algorithm="mine:TYPED", algorithm_args=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"), [(dict, "dict"), (Typed(), "Typed"), (dataclasses.field, "field")]
+)
+def test_options_of_another_class_are_refused(tmp_path, monkeypatch, options, shown):
+    odd = dataclasses.replace(TYPED, options=options)
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(ODD=odd))
+    with pytest.raises(ConfigError, match=rf"must be a subclass of .*base\.Options, not .*{shown}"):
+        grpo_recipe(tmp_path, algorithm="mine:ODD")
