@@ -25,6 +25,9 @@ from hpc_rl.core.refusal import Kind, Refusal
 OPTION = "allocation_mode"
 DEFAULT_POOL = "rollout"
 POOL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
+# of servers that take turns with the trainer: a second batch can be begun while the last groups of the first
+# one finish; a third only gets older
+MAX_AHEAD_IN_TURNS = 1
 POOL_NAME_WORDS = "a letter, then up to 62 letters, digits, _ or -"
 
 

@@ -56,7 +56,7 @@ NAMES: dict[str, OtherName] = {
     "checkpointer.freq_epochs": OtherName("recover.freq_epochs"),
     "checkpointer.freq_steps": OtherName("recover.freq_steps"),
     "checkpointer.freq_secs": OtherName("recover.freq_secs"),
-    "server_only": OtherName(idle=(False,), why="a trial of servers alone is not built"),
+    "server_only": OtherName(idle=(False,), why="use `hpc-rl serve` for servers without a trainer"),
     **dict.fromkeys(
         ("cluster.name_resolve.etcd3_addr", "cluster.name_resolve.ray_actor_name"),
         OtherName(idle=(ANY,), why="cluster.name_resolve.type is nfs"),
@@ -79,15 +79,16 @@ NAMES: dict[str, OtherName] = {
         OtherName(idle=(ANY,), why="only the actor's weights are sent to servers"),
     ),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
-    **{
-        f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine supports only this value")
-        for name, value in (
-            ("moe_token_dispatcher_type", "alltoall"),
-            ("moe_shared_expert_overlap", False),
-            ("moe_enable_deepep", False),
-            ("moe_permute_fusion", False),
-        )
-    },
+    **dict.fromkeys(
+        (
+            f"{{model}}.megatron.moe_{name}"
+            for name in ("token_dispatcher_type", "shared_expert_overlap", "enable_deepep", "permute_fusion")
+        ),
+        OtherName(
+            idle=(ANY,),
+            why="all-to-all without fused kernels moves tokens to experts; the losses are the same",
+        ),
+    ),
     "{model}.megatron.fp8_config": OtherName(idle=(None,), why=NO_FP8),
     "{model}.megatron.moe_router_dtype": OtherName(
         idle=(ANY,), why="a router of experts computes in the data type of the model"
@@ -108,7 +109,8 @@ NAMES: dict[str, OtherName] = {
         idle=(False,), why="completions are sampled; beam search is not built"
     ),
     "gconfig.ignore_eos": OtherName(
-        idle=(False,), why="a completion ends at the tokenizer's end of sequence"
+        idle=(False,),
+        why="a completion ends at the end of sequence; gconfig.min_new_tokens gives a least length",
     ),
     "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="token ids are exchanged, not texts"),
     **dict.fromkeys(

@@ -9,7 +9,7 @@ from typing import Any
 from hpc_rl.config.compat.renamed import RenamedSettings, explain_name, follow_references
 from hpc_rl.config.load.fields import list_options
 from hpc_rl.config.load.source import Settings, SourceValue, add_origin
-from hpc_rl.core.allocation import OPTION, Allocation, Servers, parse
+from hpc_rl.core.allocation import MAX_AHEAD_IN_TURNS, OPTION, Allocation, Servers, parse
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import UNSET, Kind, Refusal, make_note
 
@@ -18,6 +18,8 @@ _BESIDE = ("critic", "ref")  # models in the ranks of the trained one
 _ARCHON = "archon"
 _EXPERTS_WITHOUT_T = re.compile(r"\bffn:([dpe][0-9]+)+(?=\)?$)")
 _GB = 1024  # MB, the unit of our options
+_OF_NODES = ("cluster.n_nodes", "cluster.n_gpus_per_node")
+_AHEAD = "rollout.max_head_offpolicyness"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ def convert_placement(cls: type, given: Settings, chosen: Set[str], done: Rename
     """Return the settings with `allocation_mode` and `launcher` in place of backends and scheduling."""
     trained = "model" if "model" in list_options(cls) else "actor"
     given, is_colocated = _take_strategies(given, trained, done)
+    spec = given.get("actor.scheduling_spec")
     given = _take_backends(given, trained, chosen, is_colocated, done)
+    if spec is not None and spec.value is not None:
+        _share_one_node(given, chosen, done)
     return _take_specs(given, trained, done)
 
 
@@ -183,6 +188,36 @@ def _leave_gpus_idle(
         found[option] = add_origin(needed, per_node.origin)
         why = f"is {needed}, not {per_node.shown}: {allocation} needs no more"
         done.notes.append(make_note(option, why, related=(OPTION,)))
+
+
+def _share_one_node(found: Settings, chosen: Set[str], done: RenamedSettings) -> None:
+    """Let servers and trainer take turns on a node whose GPUs suffice for only one of them.
+
+    AReaL v0.5.3 and v1.0 give the GPUs of such a node to both at once.
+    """
+    whole, nodes, per_node = (found.get(name) for name in (OPTION, *_OF_NODES))
+    if whole is None or nodes is None or per_node is None or not chosen.isdisjoint((OPTION, *_OF_NODES)):
+        return
+    try:
+        allocation = parse(str(whole.value))
+    except ConfigError:  # refused later
+        return
+    parts = (*allocation.pools, allocation.train)
+    needed = {None if part is None else part.num_units for part in parts}
+    is_full = nodes.value == 1 and len(parts) == 2 and needed == {per_node.value}
+    if allocation.colocate or not is_full:
+        return
+    shared = dataclasses.replace(allocation, colocate=True)
+    found[OPTION] = add_origin(str(shared), whole.origin)
+    why = f"is {shared}: servers and trainer take turns on the GPUs, which AReaL gives to both at once"
+    done.notes.append(make_note(OPTION, why, related=_OF_NODES, is_warning=True))
+    ahead = found.get(_AHEAD)
+    if ahead is None or _AHEAD in chosen or not isinstance(ahead.value, int):
+        return
+    if ahead.value > MAX_AHEAD_IN_TURNS:
+        found[_AHEAD] = add_origin(MAX_AHEAD_IN_TURNS, ahead.origin)
+        why = f"is {MAX_AHEAD_IN_TURNS}, not {ahead.shown}: servers do not generate while the trainer trains"
+        done.notes.append(make_note(_AHEAD, why, related=(OPTION,)))
 
 
 def _normalize(item: SourceValue) -> str:

@@ -5,13 +5,11 @@ from collections.abc import Collection, Iterator
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.config.rules.engine_rules import find_engine
-from hpc_rl.core.allocation import parse
+from hpc_rl.core.allocation import MAX_AHEAD_IN_TURNS, parse
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _OPTION = "allocation_mode"
-# a second batch can be begun while the last groups of the first one finish; a third only gets older
-MAX_AHEAD = 1
 
 
 def has_shared_units(config: Config) -> bool:
@@ -26,7 +24,7 @@ def check_sharing(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     if not has_shared_units(config):
         return
     ahead = config.rollout.max_head_offpolicyness
-    if config.async_training and ahead > MAX_AHEAD:
+    if config.async_training and ahead > MAX_AHEAD_IN_TURNS:
         why = "the servers do not generate while the trainer trains"
         yield _refuse("rollout.max_head_offpolicyness", ahead, why, "use 0 or 1")
     if config.actor.weight_update_mode != "disk":

@@ -29,6 +29,7 @@ from hpc_rl.plan.plan import make_plan
 
 FOLDER = Path(__file__).parent / "areal_recent"
 GRPO = "math/gsm8k_grpo"
+SPECS = [f"{section}.scheduling_spec" for section in ("actor", "rollout", "ref")]
 COLOCATED = {"type": "colocation", "target": "actor"}
 RECENT = yaml.safe_load((FOLDER / "configurations.yaml").read_text())
 with (FOLDER / "keys.tsv").open() as _file:
@@ -155,6 +156,9 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
     # Their models are of images: refused as soon as the directory of the model is there.
     "vlm/clevr_count_70k_sft": ("fsdp:d8", {"train_dataset.type": "sft"}),
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo": ("vllm:d4+fsdp:d4", {"sglang.enable_multimodal": True}),
+    # Their only GPU is for servers and trainer.
+    "scaffolding/gsm8k_rlvr_scaffolding": ("sglang:d1|fsdp:d1", {"rollout.max_head_offpolicyness": 1}),
+    "scaffolding/search_scaffolding": ("sglang:d1|fsdp:d1", {"rollout.max_head_offpolicyness": 1}),
 }
 CODE = "AReaL's examples with this option run agents whose code hpc-rl does not have"
 FP8 = "FP8 training needs kernels that hpc-rl does not have"
@@ -180,9 +184,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         FP8,
     ),
     "math/gsm8k_sft_archon_fp8": (["model.archon.fp8_config.mode"], FP8),
-    # two GPUs on a node of one
-    "scaffolding/gsm8k_rlvr_scaffolding": (["allocation_mode"], "needs 2 GPUs, 1 node(s) of 1 GPUs have 1"),
-    "scaffolding/search_scaffolding": (["allocation_mode"], "needs 2 GPUs, 1 node(s) of 1 GPUs have 1"),
 }
 
 
@@ -226,22 +227,19 @@ WITHOUT: dict[str, tuple[dict[str, Any], list[str]]] = {
         [],
     ),
     "FP8 kernels in Archon": ({"actor.archon.fp8_config": None}, []),
-    "a second GPU": ({"cluster.n_gpus_per_node": 2}, []),
 }
 LACKS = {name: "the code of AReaL's agent" for name, (_, words) in REFUSED.items() if words == CODE} | {
     "tau2_30b_moe_airline": "the code of AReaL's agent, and commands in each process",
     "experimental/inference_service/tau2_rollout": "AReaL's inference service",
     "math/gsm8k_grpo_megatron_fp8": "FP8 kernels in Megatron",
     "math/gsm8k_sft_archon_fp8": "FP8 kernels in Archon",
-    "scaffolding/gsm8k_rlvr_scaffolding": "a second GPU",
-    "scaffolding/search_scaffolding": "a second GPU",
 }
 
 
 def test_only_services_and_runtimes_that_are_missing_are_refused():
     assert LACKS.keys() == REFUSED.keys() and {*LACKS.values()} == WITHOUT.keys()
     assert Counter(LACKS.values()).most_common(1) == [("the code of AReaL's agent", 7)]
-    assert (len(LOADS), len(REFUSED)) == (14, 13)
+    assert (len(LOADS), len(REFUSED)) == (16, 11)
 
 
 @pytest.mark.parametrize("name", [name for name in LACKS if LACKS[name] != "AReaL's inference service"])
@@ -407,6 +405,31 @@ def test_servers_that_share_the_gpus_of_the_trainer_are_a_colocated_allocation(c
     loaded = load_checked(write_recent(tmp_path, GRPO, changes))
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     assert (plan.allocation, loaded.config.cluster.n_gpus_per_node) == ("sglang:d4|fsdp:d4", 4)
+
+
+def test_a_node_of_one_gpu_is_for_servers_and_trainer_in_turn(tmp_path):
+    path = write_recent(tmp_path, "scaffolding/gsm8k_rlvr_scaffolding")
+    notes = load_checked(path).notes
+    (shared,) = [one for one in notes if "take turns on the GPUs" in str(one)]
+    assert shared.is_warning and shared.option == "allocation_mode"
+    assert "rollout.max_head_offpolicyness is 1, not 2" in "\n".join(map(str, notes))
+    two = load_checked(path, "cluster.n_gpus_per_node=2").config
+    assert (two.allocation_mode, two.rollout.max_head_offpolicyness) == ("sglang:d1+d1", 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        ({}, ["allocation_mode=sglang:d1+fsdp:d1"]),  # as the user says
+        ({"allocation_mode": "sglang:d2+d1"}, []),  # not even the servers fit
+        (dict.fromkeys(SPECS), []),  # of an earlier release
+    ],
+)
+def test_other_nodes_with_too_few_gpus_are_refused(changes, arguments, tmp_path):
+    path = write_recent(tmp_path, "scaffolding/gsm8k_rlvr_scaffolding", changes)
+    with pytest.raises(ConfigError, match=r"1 node\(s\) of 1 GPUs have 1"):
+        loaded = load_checked(path, *arguments)
+        make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
 
 
 def test_a_strategy_that_contradicts_is_refused(tmp_path):
