@@ -15,8 +15,14 @@ from hpc_rl.core.sweep import SweepTrial
 from hpc_rl.status.sweep_report import SweepReport, make_sweep_report
 from hpc_rl.status.trial_state import describe_state
 from hpc_rl.trials import sweep_points
-from hpc_rl.trials.cancellation import cancel
-from hpc_rl.trials.sweeps import SweepPlan, advance_sweep, find_sweep, load_statuses, plan_sweep
+from hpc_rl.trials.sweeps import (
+    SweepPlan,
+    advance_sweep,
+    cancel_sweep,
+    find_sweep,
+    load_statuses,
+    plan_sweep,
+)
 
 POLL_S = 1.0  # between two looks at the trials of a sweep
 Points = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
@@ -104,11 +110,11 @@ class Sweep:
         )
 
     def cancel(self) -> None:
-        """Cancel all its trials; running trials save their state. Raises CannotWrite, SchedulerError."""
-        for one in self._record.trials:
-            trial = self._sweep.trial(one.name)
-            if trial.dir.is_dir():
-                cancel(trial)
+        """Cancel all its trials; running trials save their state, and no further one is submitted.
+
+        Raises CannotWrite, SchedulerError.
+        """
+        cancel_sweep(self._sweep, self._record)
 
     def __repr__(self) -> str:
         return f"Sweep({str(self._sweep.dir)!r})"

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_rl.cli.cancel import describe_outcomes
 from hpc_rl.cli.options import CommandParser, Count, Namespace, align_columns, print_json, print_result
 from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.core.errors import ConfigError, ExitCode
@@ -11,12 +12,13 @@ from hpc_rl.status.formatting import find_program_name, flatten_line, format_num
 from hpc_rl.status.sweep_report import SweepReport, make_sweep_report
 from hpc_rl.status.trial_state import describe_state
 from hpc_rl.trials import sweep_points
-from hpc_rl.trials.cancellation import cancel
+from hpc_rl.trials.cancellation import CancelOutcome
 from hpc_rl.trials.prepare import ConfigSources, load_config
 from hpc_rl.trials.sweeps import (
     Advance,
     SweepPlan,
     advance_sweep,
+    cancel_sweep,
     find_sweep,
     list_live,
     load_statuses,
@@ -148,11 +150,14 @@ def _wait_for_change(plan: SweepPlan, done: Advance) -> None:
 
 
 def _describe_round(plan: SweepPlan, done: Advance) -> list[str]:
+    if done.num_dropped:
+        return [f"sweep      {plan.sweep}: cancelled; {_count(done.num_dropped)} not submitted"]
     if not done.submitted:
         return [f"sweep      {plan.sweep}: {_count(done.num_live)} running, {done.num_waiting} waiting"]
     limit = f", at most {plan.max_running} at once" if plan.max_running else ""
     how = f"job array {done.array}" if done.array else plan.scheduler
     return [
+        *(f"note: {note}" for note in done.notes),
         f"sweep      {plan.sweep}: {_count(len(plan.trials))}{limit}",
         f"submitted  {', '.join(done.submitted)} ({how})",
     ]
@@ -204,7 +209,12 @@ def _format_value(value: float | None) -> str:
 
 def _cancel(name: str, as_json: bool) -> int:
     sweep, record = find_sweep(name)
-    trials = [sweep.trial(one.name) for one in record.trials]
-    cancelled = [trial.name for trial in trials if trial.dir.is_dir() and cancel(trial)]
-    print_result(as_json, cancelled, [f"cancelled  {one}" for one in cancelled])
+    done = cancel_sweep(sweep, record)
+    lines = [line for trial, jobs in done.items() for line in describe_outcomes(sweep.trial(trial), jobs)]
+    if dropped := [one.name for one in record.trials if not done.get(one.name)]:
+        lines.append(f"{', '.join(dropped)}: not submitted; the sweep submits no more trials.")
+    cancelled = [
+        trial for trial, jobs in done.items() if any(one.outcome is not CancelOutcome.OVER for one in jobs)
+    ]
+    print_result(as_json, cancelled, lines)
     return ExitCode.DONE

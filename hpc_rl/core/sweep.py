@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rl.core.records import JsonRecord
-from hpc_rl.core.trial import Trial
+from hpc_rl.core.trial import Trial, load_object
 
 SUFFIX = ".sweep"  # of the directory; its name is the sweep's
 SEED = "seed"  # the option over which results are averaged
@@ -71,6 +71,15 @@ class Sweep:
 
     def trial(self, name: str) -> Trial:
         return Trial(self.dir.parent / name)
+
+    @property
+    def cancel_path(self) -> Path:
+        """The request to submit no further trials; it is there from a cancel to the next command."""
+        return self.dir / "cancel.json"
+
+    def load_cancel(self) -> str:
+        """Return the token of the request to submit no further trials, or ""."""
+        return str(load_object(self.cancel_path).get("token") or "")
 
     def array_path(self, number: int) -> Path:
         return self.dir / f"array-{number}.json"

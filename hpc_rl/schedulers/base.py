@@ -77,8 +77,8 @@ class Scheduler(Protocol):
     def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         """Return the state of each job, by one query; UNKNOWN for jobs that the scheduler does not know."""
 
-    def cancel(self, job_id: str) -> None:
-        """Terminate the job now: TERM, then KILL. Unknown or ended jobs are accepted."""
+    def cancel(self, *job_ids: str) -> None:
+        """Terminate jobs now: TERM, then KILL. Unknown or ended jobs are accepted."""
 
-    def nudge(self, job_id: str) -> None:
-        """Ask the job's supervisor to read the intents now (USR1 to the batch script)."""
+    def nudge(self, *job_ids: str) -> None:
+        """Ask the supervisors of jobs to read the intents now (USR1 to the batch scripts)."""

@@ -72,17 +72,19 @@ class LocalScheduler:
     def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         return {job_id: self._look(job_id)[0] for job_id in job_ids}
 
-    def cancel(self, job_id: str) -> None:
-        """Send TERM to the runner, which forwards it; a detached helper sends KILL after the grace."""
-        found = self._find_process(job_id)
-        if found is not None and _signal(found[0], signal.SIGTERM):
-            arguments = map(str, (*found, self.grace_s))
-            _start_detached(["bash", "-c", _REAPER, "reaper", *arguments], subprocess.DEVNULL)
+    def cancel(self, *job_ids: str) -> None:
+        """Send TERM to each runner, which forwards it; a detached helper sends KILL after the grace."""
+        for job_id in job_ids:
+            found = self._find_process(job_id)
+            if found is not None and _signal(found[0], signal.SIGTERM):
+                arguments = map(str, (*found, self.grace_s))
+                _start_detached(["bash", "-c", _REAPER, "reaper", *arguments], subprocess.DEVNULL)
 
-    def nudge(self, job_id: str) -> None:
-        found = self._find_process(job_id)
-        if found is not None:
-            _signal(found[0], signal.SIGUSR1)
+    def nudge(self, *job_ids: str) -> None:
+        for job_id in job_ids:
+            found = self._find_process(job_id)
+            if found is not None:
+                _signal(found[0], signal.SIGUSR1)
 
     def _make_id(self) -> str:
         now = datetime.datetime.now(datetime.UTC)
@@ -156,14 +158,15 @@ class AllocationScheduler(LocalScheduler):
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
-    def cancel(self, job_id: str) -> None:
-        state, process = self._look(job_id)
-        if process is None and state.state.alive:
-            raise SchedulerError(
-                f"job {job_id} runs on {state.nodes}: its processes can be ended only there. Its supervisor "
-                "sees the request to cancel, saves the state and ends it."
-            )
-        super().cancel(job_id)
+    def cancel(self, *job_ids: str) -> None:
+        for job_id in job_ids:
+            state, process = self._look(job_id)
+            if process is None and state.state.alive:
+                raise SchedulerError(
+                    f"job {job_id} runs on {state.nodes}: its processes can be ended only there. Its "
+                    "supervisor sees the request to cancel, saves the state and ends it."
+                )
+            super().cancel(job_id)
 
     def _judge_remote(self, state: JobState, start: JobStateLine) -> JobState:
         """Return the state of the runner, by a shared query about its Slurm job.

@@ -161,11 +161,11 @@ class SlurmScheduler:
             return {}
         return summarize_parts(_parse_jobs(text))
 
-    def cancel(self, job_id: str) -> None:
-        cancel_job(job_id)
+    def cancel(self, *job_ids: str) -> None:
+        cancel_jobs(*job_ids)
 
-    def nudge(self, job_id: str) -> None:
-        query_output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
+    def nudge(self, *job_ids: str) -> None:
+        _call_scancel("--batch", "--signal=USR1", *job_ids)
 
     def end_time(self, job_id: str) -> float | None:
         """Return when the job will be terminated, in Unix seconds, or None."""
@@ -345,9 +345,19 @@ def _kill_wait_s() -> int:
     return int(told[1]) if told else DEFAULT_KILL_WAIT_S
 
 
-def cancel_job(job_id: str) -> None:
-    """End a job for good. Raises SchedulerError."""
-    query_output(["scancel", job_id], *IS_OVER)
+def cancel_jobs(*job_ids: str) -> None:
+    """End jobs for good; those that are over already are accepted. Raises SchedulerError."""
+    _call_scancel(*job_ids)
+
+
+def _call_scancel(*words: str) -> None:
+    """Call scancel, which has a message for each job that it can't signal. Raises SchedulerError."""
+    done = call(["scancel", *words])
+    said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    wrong = [line for line in said if not any(over in line.lower() for over in IS_OVER)]
+    if done.returncode != 0 and (wrong or not said):
+        problem = " ".join(" ".join(wrong).split()) or _parse_message(done)
+        raise _make_error("scancel", problem, "scancel")
 
 
 def query_output(argv: list[str], *accepted: str) -> str:

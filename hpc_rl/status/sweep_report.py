@@ -49,6 +49,7 @@ class SweepReport:
         trials: Of each trial `name`, `dir`, `options`, `state`, `reason`, `step`, `value` and `job_id`.
         groups: Trials that differ in the seed alone, the best mean first: `options`, `trials`, `values`,
             `mean`, and `deviation` of the sample (None for less than two values).
+        is_cancelled: Whether the sweep was cancelled; its other trials are then not submitted.
     """
 
     name: str
@@ -56,11 +57,12 @@ class SweepReport:
     lower_is_better: bool
     trials: tuple[TrialRow, ...]
     groups: tuple[GroupRow, ...]
+    is_cancelled: bool = False
 
     @property
     def num_over(self) -> int:
-        """How many trials are over."""
-        return sum(one.state.is_over and bool(one.job_id) for one in self.trials)
+        """How many trials are over; of a cancelled sweep also those that were not submitted."""
+        return sum(one.state.is_over and bool(one.job_id or self.is_cancelled) for one in self.trials)
 
     @property
     def best_group(self) -> GroupRow | None:
@@ -103,7 +105,8 @@ def make_sweep_report(sweep: Sweep, record: SweepRecord, statuses: Mapping[str, 
         )
     measured = [one.history for one in statuses.values() if one.history.curve(record.metric)]
     lower = any(is_lower_better(record.metric, history) for history in measured)
-    return SweepReport(str(sweep), record.metric, lower, tuple(rows), _make_groups(rows, lower))
+    groups = _make_groups(rows, lower)
+    return SweepReport(str(sweep), record.metric, lower, tuple(rows), groups, bool(sweep.load_cancel()))
 
 
 def compute_value(history: History, metric: str) -> float | None:

@@ -127,7 +127,7 @@ class WatchedJob:
             time.sleep(REQUEUE_AGAIN_S)
             if slurm.query_job_facts(self.job_id).num_requeues != self.num_requeues:  # by another watch
                 return
-        slurm.cancel_job(self.job_id)
+        slurm.cancel_jobs(self.job_id)
 
 
 class Watch:

@@ -13,7 +13,7 @@ from hpc_rl.core.errors import SchedulerError
 from hpc_rl.core.records import JobRecord
 from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.schedulers.slurm import cancel_job
+from hpc_rl.schedulers.slurm import cancel_jobs
 from hpc_rl.supervise.server_array import SCRIPT
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Replacements:
             process.wait()
         for job in self._list_jobs():
             try:
-                cancel_job(job.job_id)
+                cancel_jobs(job.job_id)
             except SchedulerError as error:
                 logger.warning(
                     "job %s of lost servers is not cancelled, and ends by itself: %s", job.job_id, error

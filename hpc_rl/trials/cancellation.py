@@ -3,12 +3,15 @@
 import enum
 import socket
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_rl.core.errors import CannotWrite, SchedulerError
 from hpc_rl.core.files import is_full
 from hpc_rl.core.trial import Trial, find_account_name, write_json
-from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.schedulers.base import JobState, Scheduler, State
+from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.status.scheduler_view import make_job_scheduler, query
 from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
 from hpc_rl.supervise.server_array import list_server_jobs, load_arrays
@@ -32,6 +35,14 @@ class CancelledJob:
     was: JobState | None
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """A job of a trial that may be alive."""
+
+    trial: Trial
+    job: TrialJob
+
+
 def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
     """Cancel every job of the trial that may be alive, the newest last. Repeating it is harmless.
 
@@ -41,62 +52,133 @@ def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
 
     Raises CannotWrite, or SchedulerError where a scheduler failed; every request is recorded then.
     """
-    jobs = load_jobs(trial)
-    done: list[CancelledJob] = []
-    problems: list[str] = []
-    for job in jobs:  # a failure must not keep the request from the next one
-        if not job.over or job is jobs[-1]:
-            try:
-                done.append(_cancel(trial, job, now))
-            except SchedulerError as error:
-                problems.append(str(error))
-    try:
-        done = [*_cancel_servers(trial, jobs[-1].cluster if jobs else ""), *done]
+    return cancel_all([trial], now)[trial.dir]
+
+
+def cancel_all(trials: Sequence[Trial], now: bool = False) -> dict[Path, list[CancelledJob]]:
+    """Cancel several trials as `cancel` does, and return the outcomes by the directory of the trial.
+
+    Slurm gets one query, and at most three calls that cancel, however many trials there are. Raises as
+    `cancel`.
+    """
+    problems: dict[str, None] = {}  # a failure must not keep the request from the next job
+    done: dict[Path, list[CancelledJob]] = {trial.dir: [] for trial in trials}
+    for scheduler, wishes in _group_by_scheduler(_list_wishes(trials), now, problems):
+        try:
+            for wish, one in _cancel_jobs(scheduler, wishes, now):
+                done[wish.trial.dir].append(one)
+        except SchedulerError as error:
+            problems[str(error)] = None
+    try:  # after the jobs, which would replace lost servers
+        for trial, servers in _cancel_servers(trials).items():
+            done[trial] = [*servers, *done[trial]]
     except SchedulerError as error:
-        problems.append(str(error))
+        problems[str(error)] = None
     if problems:
         raise SchedulerError("\n".join(problems))
     return done
 
 
-def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
-    """Cancel the server arrays of all submissions; they hold no state. Raises SchedulerError."""
-    done = []
-    for array in load_arrays(trial):
-        job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
-        if all(task.state == "ended" for task in array.tasks) and array.tasks:
+def _list_wishes(trials: Iterable[Trial]) -> Iterator[_Wish]:
+    for trial in trials:
+        jobs = load_jobs(trial)
+        for job in jobs:
+            if not job.over or job is jobs[-1]:
+                yield _Wish(trial, job)
+
+
+def _group_by_scheduler(
+    wishes: Iterable[_Wish], now: bool, problems: dict[str, None]
+) -> list[tuple[Scheduler, list[_Wish]]]:
+    """Return schedulers and their jobs: Slurm with all of them, another scheduler with one.
+
+    Where there is no scheduler the request is recorded, and the error is added to the problems.
+    """
+    of_slurm: list[_Wish] = []
+    groups: list[tuple[Scheduler, list[_Wish]]] = []
+    for wish in wishes:
+        try:
+            scheduler = make_job_scheduler(wish.trial, wish.job)
+        except SchedulerError as error:
+            problems[str(_record_only([wish], now, error))] = None
             continue
-        scheduler = make_job_scheduler(trial, job)
-        for job_id in list_server_jobs(trial, array):
-            scheduler.cancel(job_id)
-        done.append(CancelledJob(job, CancelOutcome.SERVERS, None))
+        if scheduler.name != SlurmScheduler.name:
+            groups.append((scheduler, [wish]))
+            continue
+        if not of_slurm:
+            groups.append((scheduler, of_slurm))
+        of_slurm.append(wish)
+    return groups
+
+
+def _cancel_servers(trials: Iterable[Trial]) -> dict[Path, list[CancelledJob]]:
+    """Cancel the server arrays of all submissions; they hold no state. Raises SchedulerError."""
+    found: dict[Path, list[CancelledJob]] = {}
+    job_ids: list[str] = []
+    scheduler = None
+    for trial in trials:
+        arrays = load_arrays(trial)
+        jobs = load_jobs(trial) if arrays else []
+        for array in arrays:
+            if all(task.state == "ended" for task in array.tasks) and array.tasks:
+                continue
+            cluster = jobs[-1].cluster if jobs else ""
+            job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
+            scheduler = make_job_scheduler(trial, job)
+            job_ids += list_server_jobs(trial, array)
+            found.setdefault(trial.dir, []).append(CancelledJob(job, CancelOutcome.SERVERS, None))
+    if scheduler is not None:
+        scheduler.cancel(*job_ids)
+    return found
+
+
+def _record_only(wishes: Iterable[_Wish], now: bool, error: SchedulerError) -> SchedulerError:
+    """Record requests that the scheduler did not get; return the error for the user."""
+    for wish in wishes:
+        write_request(wish.trial, wish.job, now)
+    return SchedulerError(
+        f"{error}\nThe request to cancel is recorded; the trial stops as soon as its supervisor reads it."
+    )
+
+
+def _cancel_jobs(
+    scheduler: Scheduler, wishes: Sequence[_Wish], now: bool
+) -> list[tuple[_Wish, CancelledJob]]:
+    """Cancel jobs of one scheduler: first the pending ones, so that no end of another starts them."""
+    try:
+        states = scheduler.query_states([wish.job.native_id for wish in wishes])
+    except SchedulerError as error:
+        raise _record_only(wishes, now, error) from error
+    done = []
+    for wish in wishes:
+        state = states.get(wish.job.native_id, JobState(wish.job.native_id, State.UNKNOWN))
+        done.append((wish, CancelledJob(wish.job, _choose_outcome(wish.job, state, now), state)))
+    for wish, one in done:
+        if one.outcome is not CancelOutcome.OVER:
+            write_request(wish.trial, wish.job, now)
+    problems = []
+    for outcome in (CancelOutcome.REMOVED, CancelOutcome.KILLED, CancelOutcome.DRAINING):
+        job_ids = [one.job.native_id for _, one in done if one.outcome is outcome]
+        try:
+            if job_ids and outcome is CancelOutcome.DRAINING:
+                scheduler.nudge(*job_ids)
+            elif job_ids:
+                scheduler.cancel(*job_ids)
+        except SchedulerError as error:
+            problems.append(str(error))
+    if problems:
+        raise SchedulerError("\n".join(problems))
     return done
 
 
-def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
-    try:
-        scheduler = make_job_scheduler(trial, job)
-        state = scheduler.query_states([job.native_id]).get(
-            job.native_id, JobState(job.native_id, State.UNKNOWN)
-        )
-    except SchedulerError as error:
-        write_request(trial, job, now)
-        raise SchedulerError(
-            f"{error}\nThe request to cancel is recorded; the trial stops as soon as its supervisor reads it."
-        ) from error
+def _choose_outcome(job: TrialJob, state: JobState, now: bool) -> CancelOutcome:
     if not state.state.alive and (state.state is not State.UNKNOWN or job.ended):
-        return CancelledJob(job, CancelOutcome.OVER, state)
-    write_request(trial, job, now)
+        return CancelOutcome.OVER
     if state.state is State.PENDING or job.ended:  # there is no script to notify
-        scheduler.cancel(job.native_id)
-        return CancelledJob(job, CancelOutcome.REMOVED, state)
+        return CancelOutcome.REMOVED
     if state.state is State.UNKNOWN:
-        return CancelledJob(job, CancelOutcome.UNSURE, state)
-    if now:
-        scheduler.cancel(job.native_id)
-        return CancelledJob(job, CancelOutcome.KILLED, state)
-    scheduler.nudge(job.native_id)
-    return CancelledJob(job, CancelOutcome.DRAINING, state)
+        return CancelOutcome.UNSURE
+    return CancelOutcome.KILLED if now else CancelOutcome.DRAINING
 
 
 def write_request(trial: Trial, job: TrialJob, now: bool) -> None:

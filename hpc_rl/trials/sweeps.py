@@ -6,6 +6,7 @@ ends. The directory of the sweep tells what was submitted: a repeated call conti
 """
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from hpc_rl.status.submitted_jobs import load_jobs
 from hpc_rl.status.trial_status import TrialStatus, load_status
 from hpc_rl.trials import prepare, submission, trial_index
 from hpc_rl.trials.array_submission import ArrayMember, adopt_arrays, has_equal_requests, submit_array
+from hpc_rl.trials.cancellation import CancelledJob, cancel_all
 from hpc_rl.trials.checklist import ALL, Planned, Stage, judge
 from hpc_rl.trials.dependency import join_dependencies
 from hpc_rl.trials.prepare import ConfigSources
@@ -41,6 +43,7 @@ class SweepPlan:
     sources: Mapping[str, ConfigSources]  # by trial_name
     scheduler: str  # slurm or local
     max_running: int | None  # trials that may run at once; None for no limit
+    lifts: str = ""  # token of an earlier cancel of the sweep, which this plan takes back
 
     @property
     def trials(self) -> dict[str, Trial]:
@@ -55,6 +58,8 @@ class Advance:
     array: str  # job id of the array; empty for single jobs
     num_waiting: int  # trials that the next round may submit
     num_live: int
+    notes: tuple[str, ...] = ()  # on the configurations of the submitted trials
+    num_dropped: int = 0  # trials that are not submitted, because the sweep was cancelled meanwhile
 
 
 def plan_sweep(
@@ -106,7 +111,7 @@ def plan_sweep(
     scheduler = pick(config.launcher.type)
     if scheduler == "local" and max_running is None:
         max_running = 1
-    return SweepPlan(sweep, record, each, scheduler, max_running)
+    return SweepPlan(sweep, record, each, scheduler, max_running, sweep.load_cancel())
 
 
 def begin_sweep(plan: SweepPlan) -> None:
@@ -114,6 +119,8 @@ def begin_sweep(plan: SweepPlan) -> None:
     try:
         os.makedirs(plan.sweep.dir, mode=0o700, exist_ok=True)
         write_json(plan.sweep.record_path, plan.record.to_json())
+        if plan.lifts and plan.sweep.load_cancel() == plan.lifts:
+            plan.sweep.cancel_path.unlink(missing_ok=True)
     except OSError as error:
         path = plan.sweep.record_path
         raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
@@ -122,16 +129,18 @@ def begin_sweep(plan: SweepPlan) -> None:
 def advance_sweep(plan: SweepPlan, command: Sequence[str]) -> Advance:
     """Submit the trials that were not submitted yet and may be now; begin the sweep if it is new.
 
-    On Slurm these are all. Queries the scheduler a few times, however many trials there are. Raises
-    ConfigError, TrialBusy, CannotWrite, SchedulerError.
+    On Slurm these are all. Queries the scheduler a few times, however many trials there are. A sweep that was
+    cancelled after the plan gets no further trials. Raises ConfigError, TrialBusy, CannotWrite,
+    SchedulerError.
     """
     waiting = [name for name, trial in plan.trials.items() if not load_jobs(trial)]
     if waiting and plan.sweep.record_path.exists() and plan.scheduler == "slurm":
         adopt_arrays(plan.sweep, SlurmScheduler(), command)
         waiting = [name for name in waiting if not load_jobs(plan.sweep.trial(name))]
-    if not waiting:
+    is_cancelled = plan.sweep.load_cancel() not in ("", plan.lifts)
+    if not waiting or is_cancelled:
         live = 0 if plan.scheduler == "slurm" else len(list_live(plan))
-        return Advance((), "", 0, live)
+        return Advance((), "", 0, live, num_dropped=len(waiting))
     if plan.scheduler == "slurm":
         return _submit_to_slurm(plan, waiting, command)
     live = len(list_live(plan))
@@ -141,9 +150,26 @@ def advance_sweep(plan: SweepPlan, command: Sequence[str]) -> Advance:
             submission.check_programs(planned.plan, planned.loaded)
     begin_sweep(plan)
     chosen = waiting[:room]
-    for name, planned in zip(chosen, _plan_trials(plan, chosen), strict=True):
+    checked = _plan_trials(plan, chosen)
+    for name, planned in zip(chosen, checked, strict=True):
         submission.submit(planned.loaded, planned.plan, command=command, trial=plan.sweep.trial(name))
-    return Advance(tuple(chosen), "", len(waiting) - len(chosen), live + len(chosen))
+    num_waiting = len(waiting) - len(chosen)
+    return Advance(tuple(chosen), "", num_waiting, live + len(chosen), _collect_notes(chosen, checked))
+
+
+def cancel_sweep(sweep: Sweep, record: SweepRecord) -> dict[str, list[CancelledJob]]:
+    """Cancel all trials of a sweep, and return the outcomes of their jobs by the name of the trial.
+
+    A command that still submits trials of it submits no more. Raises CannotWrite, SchedulerError.
+    """
+    try:
+        write_json(sweep.cancel_path, {"token": secrets.token_hex(8), "time": time.time()})
+    except OSError as error:
+        why = f"{sweep.cancel_path} can't be written: {error.strerror or error}. Nothing was cancelled."
+        raise CannotWrite(why) from error
+    made = {one.name: sweep.trial(one.name) for one in record.trials}
+    done = cancel_all([trial for trial in made.values() if trial.dir.is_dir()])
+    return {name: done[trial.dir] for name, trial in made.items() if trial.dir in done}
 
 
 def list_live(plan: SweepPlan) -> list[TrialStatus]:
@@ -207,7 +233,7 @@ def _choose_metric(config: Config) -> str:
 
 
 def _plan_trials(plan: SweepPlan, names: Sequence[str]) -> list[Planned]:
-    """Check and plan trials; the first one is checked in full, with the interpreters of the job.
+    """Check and plan trials; an interpreter and the nodes are asked once for all of them.
 
     Raises ConfigError with the name of the trial.
     """
@@ -215,8 +241,7 @@ def _plan_trials(plan: SweepPlan, names: Sequence[str]) -> list[Planned]:
     with reuse_nodes():
         for number, name in enumerate(names):
             loaded = prepare.load_config(plan.sources[name])
-            skipped = {Stage.ACCEPTANCE} if number == 0 else {Stage.ACCEPTANCE, Stage.PYTHONS}
-            verdict = judge(loaded, ALL - skipped)
+            verdict = judge(loaded, ALL - {Stage.ACCEPTANCE})
             if verdict.refusals and number:
                 why = f"trial {name} of the sweep can't be submitted"
                 raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why), *verdict.error().args)
@@ -226,13 +251,14 @@ def _plan_trials(plan: SweepPlan, names: Sequence[str]) -> list[Planned]:
 
 def _submit_to_slurm(plan: SweepPlan, names: Sequence[str], command: Sequence[str]) -> Advance:
     planned = _plan_trials(plan, names)
+    notes = _collect_notes(names, planned)
     pairs = zip(names, planned, strict=True)
     members = [ArrayMember(plan.sweep.trial(name), one) for name, one in pairs]
     begin_sweep(plan)
     if has_equal_requests(members):
         made = submit_array(plan.sweep, members, plan.max_running, command, SlurmScheduler())
         array = load_jobs(made[0].trial)[-1].native_id.partition("_")[0]
-        return Advance(tuple(names), array, 0, len(names))
+        return Advance(tuple(names), array, 0, len(names), notes)
     lanes: deque[str] = deque()
     if plan.max_running is not None:
         lanes += [status.jobs[-1].native_id for status in list_live(plan)]
@@ -251,4 +277,15 @@ def _submit_to_slurm(plan: SweepPlan, names: Sequence[str], command: Sequence[st
             is_checked=True,
         )
         lanes.append(done.job_id)
-    return Advance(tuple(names), "", 0, len(names))
+    return Advance(tuple(names), "", 0, len(names), notes)
+
+
+def _collect_notes(names: Sequence[str], planned: Sequence[Planned]) -> tuple[str, ...]:
+    """Return each note once; a note that only some trials have begins with their names."""
+    of: dict[str, list[str]] = {}
+    for name, one in zip(names, planned, strict=True):
+        for note in dict.fromkeys(map(str, one.notes)):
+            of.setdefault(note, []).append(name)
+    return tuple(
+        note if len(have) == len(names) else f"{', '.join(have)}: {note}" for note, have in of.items()
+    )

@@ -20,7 +20,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.answers: dict[str, State] = {}
         self.refuses = ""
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, ...]] = []
         self.num_questions = 0
         self.on_call = lambda: None
 
@@ -38,12 +38,12 @@ class FakeScheduler:
             raise SchedulerError(self.refuses)
         return {job_id: JobState(job_id, self.answers.get(job_id, State.UNKNOWN)) for job_id in job_ids}
 
-    def cancel(self, job_id: str) -> None:
-        self.calls.append(("cancel", job_id))
+    def cancel(self, *job_ids: str) -> None:
+        self.calls.append(("cancel", *job_ids))
         self.on_call()
 
-    def nudge(self, job_id: str) -> None:
-        self.calls.append(("nudge", job_id))
+    def nudge(self, *job_ids: str) -> None:
+        self.calls.append(("nudge", *job_ids))
         self.on_call()
 
 

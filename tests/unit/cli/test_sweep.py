@@ -9,6 +9,7 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.sweep import Sweep
 from hpc_rl.core.trial import Trial, find_account_name, load_json, load_object, write_json
+from hpc_rl.doctor import machine
 from hpc_rl.schedulers.base import State
 from hpc_rl.status.submitted_jobs import load_jobs
 
@@ -170,6 +171,70 @@ def test_a_killed_command_continues(config, scheduler, monkeypatch, capsys):
     assert len(scheduler.calls) == 2 and load_jobs(sweep.trial("small-seed2"))
     assert main(["sweep", "--cancel", "small"]) == 0
     assert load_jobs(sweep.trial("small-seed2"))[0].cancelled
+
+
+def test_a_cancelled_sweep_submits_no_more_trials(config, scheduler, monkeypatch, capsys):
+    sweep = sweep_of(config)
+    rounds: list[int] = []
+
+    def cancel_meanwhile(*_given: object) -> None:
+        """Another terminal cancels the sweep; then the first trial ends."""
+        rounds.append(len(scheduler.calls))
+        if len(rounds) == 1:
+            assert main(["sweep", "--cancel", "small"]) == 0
+        else:
+            write_json(sweep.trial("small-seed1").done, {"job_id": "job-1"})
+
+    monkeypatch.setattr("hpc_rl.cli.sweep._wait_for_change", cancel_meanwhile)
+    command = ["sweep", str(config), "seed=1..3"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "job job-1 of sums/small-seed1 finishes its step" in said
+    assert "small-seed2, small-seed3: not submitted" in said and "cancelled; 2 trials not submitted" in said
+    assert scheduler.calls == [("submit", "job-1"), ("nudge", "job-1")]
+    assert main(["sweep", "--report", "small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["num_over"], told["is_cancelled"]) == (3, True)
+    monkeypatch.setattr("hpc_rl.cli.sweep._wait_for_change", kill)
+    assert main(command) == 130, "repeated, it continues"
+    assert load_jobs(sweep.trial("small-seed2")) and not sweep.load_cancel()
+
+
+def test_an_array_is_cancelled_by_one_query_and_one_call_for_each_kind_of_end(config, slurm, capsys):
+    assert main(["sweep", str(config), "launcher.type=slurm", "seed=1..12", "--max_running", "2"]) == 0
+    rows = [f"101_{number}|RUNNING|None|N/A|n1|N/A" for number in range(2)]
+    (slurm / "queue").write_text("\n".join([*rows, "101_[3-11%2]|PENDING|JobArrayTaskLimit|N/A||N/A"]) + "\n")
+    (slurm / "others").unlink()
+    capsys.readouterr()
+    assert main(["sweep", "--cancel", "small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [f"small-seed{number}" for number in range(1, 13)]
+    calls = [line.split() for line in (slurm / "others").read_text().splitlines()]
+    tasks = [f"101_{number}" for number in range(12)]
+    assert [words for words in calls if words[0] == "scancel"] == [
+        ["scancel", *tasks[3:]],
+        ["scancel", "--batch", "--signal=USR1", *tasks[:2]],
+    ], "the pending ones first"
+    assert [words[0] for words in calls].count("squeue") == 1, (
+        "one squeue, and one sacct about the third task"
+    )
+    assert [words[0] for words in calls].count("sacct") == 1
+    for one in (sweep := sweep_of(config)).load().trials:
+        (job,) = load_jobs(sweep.trial(one.name))
+        assert job.cancelled
+
+
+def test_every_trial_has_what_its_options_need(config, slurm, monkeypatch, capsys):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # it may bring packages to the job
+    monkeypatch.setattr(
+        machine, "find_versions", lambda python: {"torch": "2.9", "transformers": "5", "safetensors": "1"}
+    )
+    command = ["sweep", str(config), "launcher.type=slurm", "stats_logger.mlflow.mode=disabled,local"]
+    assert main(command) == 64
+    said = capsys.readouterr().err
+    assert (
+        "trial small-modelocal of the sweep can't be submitted" in said and "needs the package mlflow" in said
+    )
+    assert not calls_of(slurm)
 
 
 def test_a_report_names_the_best(config, scheduler, capsys, monkeypatch):

@@ -69,7 +69,7 @@ def controller(monkeypatch) -> Controller:
     monkeypatch.setattr(slurm, "query_job_facts", lambda job_id: controller.facts)
     monkeypatch.setattr(slurm, "is_dead", lambda node: False)
     monkeypatch.setattr(slurm, "requeue", controller.requeue)
-    monkeypatch.setattr(slurm, "cancel_job", lambda job_id: controller.told.append(f"cancel {job_id}"))
+    monkeypatch.setattr(slurm, "cancel_jobs", lambda job_id: controller.told.append(f"cancel {job_id}"))
     monkeypatch.setattr(first_node, "REQUEUE_AGAIN_S", 0.0)
     return controller
 

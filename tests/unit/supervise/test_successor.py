@@ -30,8 +30,8 @@ class FakeSlurm:
         self.after_submit()
         return job_id
 
-    def cancel(self, job_id: str) -> None:
-        self.cancelled.append(job_id)
+    def cancel(self, *job_ids: str) -> None:
+        self.cancelled += job_ids
 
 
 @pytest.fixture
