@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hpc_rl.api.configuration import Configuration, PathLike, format_value, make
 from hpc_rl.api.display import make_table
 from hpc_rl.api.tables import Records, make_records
 from hpc_rl.api.trial import Trial
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.sweep import SweepTrial
 from hpc_rl.status.sweep_report import SweepReport, make_sweep_report
 from hpc_rl.status.trial_state import describe_state
@@ -25,7 +26,7 @@ from hpc_rl.trials.sweeps import (
 )
 
 POLL_S = 1.0  # between two looks at the trials of a sweep
-Points = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
+Points = Mapping[str, Iterable[Any]] | Sequence[Mapping[str, Any]]
 
 
 class Sweep:
@@ -181,8 +182,11 @@ def sweep(
 
 
 def _make_points(points: Points) -> list[sweep_points.Point]:
-    """Return the options of each trial as texts."""
+    """Return the options of each trial as texts. Raises ConfigError."""
     if isinstance(points, Mapping):
+        for key, values in points.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise ConfigError(f"{key} needs a list of values in a sweep, and it is {values!r}.")
         return sweep_points.make_grid(
             {key: [_format(key, value) for value in values] for key, values in points.items()}
         )

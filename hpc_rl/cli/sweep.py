@@ -68,8 +68,6 @@ def main(args: Namespace) -> int:
         return _report(args.report, args.json)
     if args.cancel:
         return _cancel(args.cancel, args.json)
-    if args.max_running == 0:
-        raise ConfigError("--max_running 0 would run no trial; allowed: 1 and more")
     command = ["hpc-rl", *args.argv]
     plan = make_plan(args, command)
     if args.dry_run:

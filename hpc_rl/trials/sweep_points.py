@@ -1,6 +1,7 @@
 """The points of a sweep: the options of each trial, from words such as `lr=1e-6,3e-6 seed=1..4`. Pure."""
 
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -43,19 +44,24 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
 
 
 def list_values(text: str) -> list[str]:
-    """Return the values in `1e-6,3e-6` or `1..4`; a single value for other texts."""
+    """Return the values in `1e-6,3e-6` or `1..4`; a single value for other texts.
+
+    Raises ConfigError for a range of more values than a sweep may have trials.
+    """
     if text[:1] in ("[", "{", "'", '"'):
         return [text]
     found: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2])) if match else (0, -1)
+        _limit(last - first + 1)
         found += [str(number) for number in range(first, last + 1)] or [part]
     return found
 
 
 def make_grid(varied: Mapping[str, Sequence[str]]) -> list[Point]:
-    """Return every combination; the last option changes fastest."""
+    """Return every combination; the last option changes fastest. Raises ConfigError for too many."""
+    _limit(math.prod(map(len, varied.values())))
     return [
         dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values()) if varied
     ]
@@ -95,12 +101,12 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
     Options are shortened to their last parts; where that is too long, or not unique, the trials are numbered.
     Raises ConfigError for too few or too many trials, for two equal ones, and for options that can't vary.
     """
+    check_name("name of the sweep", sweep)
     if not points:
         raise ConfigError(
             "nothing varies in this sweep: give an option several values, as lr=1e-6,3e-6 or seed=1..4."
         )
-    if len(points) > MAX_TRIALS:
-        raise ConfigError(f"the sweep has {len(points)} trials; allowed are {MAX_TRIALS}: make it smaller.")
+    _limit(len(points))
     if wrong := [name for name in FIXED if any(name in point for point in points)]:
         raise ConfigError(f"{wrong[0]} can't vary in a sweep: all trials have the same.")
     seen: dict[tuple[tuple[str, str], ...], Point] = {}
@@ -117,6 +123,11 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
     for name in names:
         check_name("trial_name", name)
     return [SweepTrial(name=name, options=point) for name, point in zip(names, points, strict=True)]
+
+
+def _limit(num_trials: int) -> None:
+    if num_trials > MAX_TRIALS:
+        raise ConfigError(f"the sweep has {num_trials} trials; allowed are {MAX_TRIALS}: make it smaller.")
 
 
 def _format_point(point: Point) -> str:

@@ -17,7 +17,7 @@ from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.core.errors import CannotWrite, ConfigError, TrialBusy, TrialNameError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.sweep import Sweep, SweepRecord, SweepTrial, list_sweeps
-from hpc_rl.core.trial import Trial, check_name, write_json
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.schedulers.slurm import SlurmScheduler, reuse_nodes
@@ -85,7 +85,10 @@ def plan_sweep(
 
     Raises ConfigError; TrialBusy if a sweep of that name has other trials.
     """
-    check_name("name of the sweep", name)
+    if max_running is not None and max_running < 1:
+        raise ConfigError(f"max_running {max_running} would run no trial; allowed: 1 and more")
+    if stop_from is not None and stop_from < 0:
+        raise ConfigError(f"stop_early {stop_from} is no step; allowed: 0 and more")
     each = {one.name: _make_sources(sources, one) for one in trials}
     first = prepare.load_config(each[trials[0].name])
     config = first.config

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hpc_rl
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.sweep import Sweep
 from hpc_rl.core.trial import Trial, find_account_name, load_json, load_object, write_json
@@ -271,7 +272,9 @@ def test_a_report_names_the_best(config, scheduler, capsys, monkeypatch):
     ("words", "said"),
     [
         (["seed=1"], "nothing varies"),
-        (["seed=1,2", "--max_running", "0"], "--max_running 0"),
+        (["seed=1,2", "--max_running", "0"], "max_running 0 would run no trial"),
+        (["seed=1..1000000000000"], "the sweep has 1000000000000 trials; allowed are 1000"),
+        (["seed=1..900", "total_train_steps=1..900", "gconfig.n_samples=1..900"], "has 729000000 trials"),
         (["seed=1,2", "total_train_steps=3,4,5", "--zip"], "seed has 2, total_train_steps has 3"),
         (["seed=1,2", "--list", "points"], "--list names the trials"),
         (["--list", "nowhere"], "can't be read"),
@@ -282,6 +285,53 @@ def test_mistakes_are_refused_before_anything_is_written(words, said, config, sc
     assert main(["sweep", str(config), *words]) == 64
     assert said in capsys.readouterr().err
     assert not scheduler.calls and not sweep_of(config).dir.exists()
+
+
+def test_a_sweep_from_python(config, scheduler):
+    points = {"actor.optimizer.lr": [1e-6, 3e-6], "seed": range(1, 3)}
+    sweep = hpc_rl.sweep(str(config), points, max_running=3, stop_early=2, total_train_steps=5)
+    names = [f"small-lr{rate}-seed{seed}" for rate in ("1e-06", "3e-06") for seed in (1, 2)]
+    assert [one.name for one in sweep.trials] == names[:3] and sweep.advance() == 1
+    assert load_object(sweep_of(config).trial(names[0]).config_json)["total_train_steps"] == 5
+    for number, name in enumerate(names[:2], 1):
+        write_json(sweep_of(config).trial(name).done, {"job_id": f"job-{number}"})
+    assert sweep.advance() == 0 and [one.name for one in sweep.trials] == names
+    with pytest.raises(TimeoutError, match="2 trials of sweep sums/small are not over"):
+        sweep.wait(timeout_s=0)
+    sweep.cancel()
+    assert scheduler.calls[4:] == [("nudge", "job-3"), ("nudge", "job-4")]
+    for number, name in enumerate(names[2:], 3):
+        write_json(sweep_of(config).trial(name).done, {"job_id": f"job-{number}"})
+    report = sweep.wait(timeout_s=0)
+    assert report.is_cancelled and [one.name for one in report.trials] == names
+    assert [row["seed"] for row in sweep.records()] == ["1", "2", "1", "2"]
+    assert "<table" in sweep._repr_html_()
+
+
+def test_a_cancelled_sweep_of_python_is_over(config, scheduler):
+    sweep = hpc_rl.sweep(str(config), [{"seed": 1}, {"seed": 2}, {"seed": 3}])
+    sweep.cancel()
+    write_json(sweep_of(config).trial("small-seed1").done, {"job_id": "job-1"})
+    assert sweep.wait(timeout_s=0).num_over == 3 and sweep.done()
+    assert [name for name, *_ in scheduler.calls] == ["submit", "nudge"]
+
+
+@pytest.mark.parametrize(
+    ("points", "options", "said"),
+    [
+        ({"seed": "12"}, {}, "seed needs a list of values in a sweep, and it is '12'"),
+        ({"seed": 3}, {}, "seed needs a list of values"),
+        ({"seed": []}, {}, "nothing varies"),
+        ({"seed": [1, 2]}, {"max_running": 0}, "max_running 0"),
+        ({"seed": [1, 2]}, {"stop_early": -1}, "stop_early -1"),
+        ({"seed": [1, 1]}, {}, "are the same"),
+        ({"seed": [1, 2]}, {"name": "a/b"}, "name of the sweep"),
+    ],
+)
+def test_mistakes_in_python(points, options, said, config, scheduler):
+    with pytest.raises(hpc_rl.HpcRlError, match=said):
+        hpc_rl.sweep(str(config), points, **options)
+    assert not scheduler.calls
 
 
 def test_a_dry_run_lists_the_trials_of_a_list(config, scheduler, capsys):
