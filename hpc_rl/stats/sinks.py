@@ -187,6 +187,11 @@ class Sinks:
         for sink in self.sinks if is_for_all else self.sinks[:1]:
             sink.log(step, scalars)
 
+    def correct(self, step: int, scalars: Scalars) -> None:
+        """Write a line of the JSON lines again: readers take the newest line of a step."""
+        for sink in self.sinks[:1]:
+            sink.log(step, scalars)
+
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
@@ -316,6 +321,9 @@ class TrackioSink:
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
         os.environ["TRACKIO_DIR"] = str(settings.logdir or who.trial_folder / "trackio")  # read by the import
+        if settings.mode == "local":
+            for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):  # they would send the metrics elsewhere
+                os.environ.pop(name, None)
         self._trackio = _import_package("trackio", "stats_logger.trackio.mode", settings.mode)
         self._trackio.init(
             project=settings.project or who.experiment_name,

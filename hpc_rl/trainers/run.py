@@ -32,7 +32,7 @@ from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
-from hpc_rl.trainers.callbacks import Callbacks
+from hpc_rl.trainers.callbacks import ERRORS, Callbacks
 from hpc_rl.trainers.evaluations import Evaluation, EvaluationsBeside
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
@@ -69,6 +69,7 @@ class Run(TrainerContext):
     callbacks: Callbacks | None = None  # of the user; rank 0 only
     idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
     pending_evaluations: list[Evaluation] = field(default_factory=list)  # in the loaded generation
+    _line: tuple[int, dict[str, float | int | str]] | None = None  # the newest line, and its step
     _line_at: float = field(default_factory=time.monotonic)
     _request: object = None  # id of the last request of `hpc-rl checkpoint now`
     _look_at: float = 0.0  # time of the next check for one, monotonic clock
@@ -273,6 +274,7 @@ class Run(TrainerContext):
             row["total_steps"] = self.total_steps
         row |= self.callbacks.list_metrics() if self.callbacks else {}
         self.sinks.log(step, row)
+        self._line = (step, row)
         names = [name for name in row if name in LOGGED_METRICS or name.startswith("reward/")]
         shown = {
             name: row[name] for name in sorted(names, key=_find_place) if isinstance(row.get(name), float)
@@ -300,6 +302,14 @@ class Run(TrainerContext):
             )
         if before is not None:
             self.does(*before)
+
+    def _end_callbacks(self, step: int, is_done: bool = False) -> None:
+        """Call `on_end`; write the newest line again if it lacks errors, which no later line would have."""
+        self._call_back("on_end", step, is_done=is_done)
+        if self.callbacks is not None and self._line is not None:
+            at, row = self._line
+            if row.get(ERRORS, 0) != self.callbacks.num_errors:
+                self.sinks.correct(at, row | self.callbacks.list_metrics())
 
     def _warn_of_idle(self, step: int, row: dict[str, float | int | str]) -> None:
         """Warn that nothing was learned for 10, 20, 40 and so on steps in a row."""
@@ -380,14 +390,14 @@ class Run(TrainerContext):
                 self.saving.problem,
             )
             self.exports.note_not_saved(self.saving.problem)
-        self._call_back("on_end", step, is_done=True)
+        self._end_callbacks(step, is_done=True)
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
         """Exit after `step` and save its state; before the first step there is nothing to save."""
         if step == 0 and self.saving.newest < 0:
             self._log_info("asked to stop before the first step: there is nothing to save")
-            self._call_back("on_end", step)
+            self._end_callbacks(step)
             return ExitCode.STOPPED
         self.save(recipe, step, last=True)
         if self.saving.problem:
@@ -395,7 +405,7 @@ class Run(TrainerContext):
         disabled = self.config.recover.mode == "disabled"
         outcome = "nothing is saved (recover.mode disabled)" if disabled else "its state is saved"
         self._log_info("asked to stop: after step %d, %s", step, outcome)
-        self._call_back("on_end", step)
+        self._end_callbacks(step)
         return ExitCode.STOPPED
 
     def _exports(self, step: int) -> None:

@@ -33,6 +33,8 @@ class Stops:
 
     def on_end(self, event):
         note(event, "end")
+        if not event.is_check:
+            raise OSError("the last word")
 """
 
 
@@ -65,9 +67,10 @@ def test_callbacks_of_a_trial(tmp_path):
     assert {("checkpoint", 2), ("checkpoint", told["step"])} <= {*names}
     assert names[-1] == ("end", told["step"])
     shown = hpc_rl("status", "called", cwd=tmp_path).stdout
-    assert (
-        "1 error; training continues. The last one: on_step of mine:Raises at step 2 raised RuntimeError"
-        in shown
+    last = (
+        f"on_end of mine:Stops at step {told['step']} raised OSError: the last word (mine.py:29, in on_end)"
     )
-    assert "(mine.py:13, in on_step)" in shown
-    assert "CALLBACK FAILED" in hpc_rl("logs", "called", "-n", "500", cwd=tmp_path).stdout
+    assert f"2 errors; training continues. The last one: {last}" in shown
+    logged = hpc_rl("logs", "called", "-n", "500", cwd=tmp_path).stdout
+    assert "CALLBACK FAILED: on_step of mine:Raises at step 2 raised RuntimeError" in logged
+    assert "(mine.py:13, in on_step)" in logged

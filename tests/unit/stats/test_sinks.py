@@ -282,6 +282,7 @@ def test_trackio_gets_names_numbers_and_a_folder_or_a_space(tmp_path, monkeypatc
     trackio = FakeService()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "another/space")
     section = TrackioConfig(mode="online" if space else "local", space_id=space, project="p")
     sinks = open_service(tmp_path, trackio=section)
     sinks.log(3, {"loss": 0.5, "version": "0.3"})
@@ -289,6 +290,7 @@ def test_trackio_gets_names_numbers_and_a_folder_or_a_space(tmp_path, monkeypatc
     wanted = {"project": "p", "name": "grpo", "space_id": space, "resume": "allow"}
     assert wanted.items() <= trackio.options.items() and trackio.options["config"]["seed"] == 1
     assert os.environ.pop("TRACKIO_DIR") == str(tmp_path / "trackio")
+    assert ("TRACKIO_SPACE_ID" in os.environ) is bool(space), "mode local stays on this machine"
     assert trackio.rows == [(3, {"loss": 0.5})] and trackio.finished
 
 
