@@ -10,7 +10,6 @@ from hpc_rl.api.configuration import Configuration, PathLike, format_options, ma
 from hpc_rl.api.display import make_curve, make_table
 from hpc_rl.api.tables import Records, make_records
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import Found
 from hpc_rl.core import trial as paths
 from hpc_rl.core.errors import HpcRlError, TrialFailed
 from hpc_rl.core.files import load_last_lines
@@ -304,27 +303,38 @@ class Trial:
         step: int | None = None,
         best: str | None = None,
         merge: bool = False,
+        push: str | None = None,
+        private: bool = False,
     ) -> Path:
         """Write the weights of a checkpoint in Hugging Face format, and return the folder. Needs torch.
+
+        The folder has a model card, README.md.
 
         Args:
             to: A new folder; None for one in the trial's directory.
             step: Of the checkpoint, or of published weights; None for the newest checkpoint.
             best: A metric, such as `eval_reward`: take the checkpoint with its largest value.
             merge: Write a whole model with the trained adapter merged into it.
+            push: Upload the folder to this repository of Hugging Face's hub, `OWNER/NAME`; needs a token.
+            private: A repository that is made by the upload is private.
 
-        Raises NothingToResume if there is no such checkpoint, CannotWrite, HpcRlError.
+        Raises NothingToResume if there is no such checkpoint, ConfigError, CannotWrite, HpcRlError.
         """
-        from hpc_rl.trials import conversion  # imports NumPy
-        from hpc_rl.trials.checkpoints import choose_export
+        from hpc_rl.trials.exporting import plan_export, write_and_upload  # imports NumPy
 
-        chosen = choose_export(self._trial, step, best)
-        is_checkpoint = isinstance(chosen, Found)
-        name = f"checkpoint-{chosen.step:08d}" if is_checkpoint else f"weights-{chosen}"
-        folder = Path(self._trial.exports / name if to is None else to).expanduser().absolute()
-        if code := conversion.write_export(self._trial, chosen, folder, merge):
-            raise HpcRlError(f"step {chosen.step} of {self._trial} can't be exported (exit code {code})")
-        return folder
+        export = plan_export(
+            self._trial,
+            None if to is None else Path(to),
+            step=step,
+            best=best,
+            merge=merge,
+            push=push,
+            private=private,
+        )
+        code, _ = write_and_upload(export)
+        if code != 0:
+            raise HpcRlError(f"{export.title} can't be exported (exit code {code})")
+        return export.folder
 
     def __repr__(self) -> str:
         return f"Trial({str(self._trial.dir)!r})"

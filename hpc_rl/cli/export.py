@@ -8,13 +8,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_rl.checkpoint.generation import Found
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.trials import forking, hub
-from hpc_rl.trials.checkpoints import choose_export
-from hpc_rl.trials.conversion import write_export
-from hpc_rl.trials.model_card import list_use_commands, write_model_card
+from hpc_rl.trials import forking
+from hpc_rl.trials.exporting import plan_export, write_and_upload
+from hpc_rl.trials.model_card import list_use_commands
 
 
 @contextlib.contextmanager
@@ -71,32 +69,24 @@ def main(args: Namespace) -> int:
         raise ConfigError(
             f"{args.trial} names a step, and --step, --best or --version another one: remove one"
         )
-    step = args.step if step is None else step
-    if args.private and not args.push:
-        raise ConfigError("--private is about --push, which is missing: add --push OWNER/NAME, or remove it")
-    if args.push:
-        hub.check_push(args.push)
-    chosen = choose_export(trial, step, args.best, args.version)
-    if args.merge and not isinstance(chosen, Found):
-        raise ConfigError("--merge needs a checkpoint: give the step of one, see `hpc-rl checkpoint list`")
-    if isinstance(chosen, Found):
-        name, what = f"checkpoint-{chosen.step:08d}", f"checkpoint {chosen.step} of {trial}: weights"
-    else:
-        name, what = f"weights-{chosen}", f"weights {chosen} of {trial}:"
-    there = (args.to or trial.exports / name).expanduser().absolute()
-    version = chosen.version if isinstance(chosen, Found) else str(chosen)
-
-    def write_card(folder: Path) -> None:
-        write_model_card(trial, chosen.step, version, folder, args.push or "")
-
-    code = write_export(trial, chosen, there, args.merge, write_card)
+    export = plan_export(
+        trial,
+        args.to,
+        step=args.step if step is None else step,
+        best=args.best,
+        label=args.version,
+        merge=args.merge,
+        push=args.push,
+        private=args.private,
+    )
+    code, url = write_and_upload(export)
     if code != 0:
         return code
-    url = hub.push(there, args.push, args.private) if args.push else ""
+    there = export.folder
     serve, evaluate = list_use_commands(trial, there)
-    value = {"trial": str(trial), "step": chosen.step, "version": version, "path": str(there)}
+    value = {"trial": str(trial), "step": export.step, "version": export.version, "path": str(there)}
     value |= {"url": url, "serve": serve, "evaluate": evaluate}
-    lines = [f"{what} written to {there}", *([f"uploaded   {url}"] if url else [])]
+    lines = [f"{export.title}: weights written to {there}", *([f"uploaded   {url}"] if url else [])]
     lines += [f"serve      {serve['sglang']}", f"           {serve['vllm']}", f"evaluate   {evaluate}"]
     print_result(args.json, value, lines)
     return ExitCode.DONE

@@ -168,8 +168,9 @@ def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None 
     for one in found:
         if one.step == step or (step is None and not one.problem):
             return one
-    wanted = "sound checkpoint" if step is None else f"checkpoint {step}"
-    raise NothingToResume(f"{trial} has no {wanted}. {list_sound(trial)}")
+    if step is None:
+        raise NothingToResume(f"{trial} has no sound checkpoint.")
+    raise NothingToResume(f"{trial} has no checkpoint {step}. {list_sound(trial)}")
 
 
 def choose_export(
@@ -194,7 +195,10 @@ def choose_export(
     versions = list_versions(trial)
     version = find_version(versions, step)
     if version is None:
-        raise type(refusal)(f"{refusal} {describe_versions(versions)}")
+        final = trial.exports / "final"
+        is_there = step is None and metric is None and final.is_dir()
+        last = f" The model after the last step is in {final}." if is_there else ""
+        raise type(refusal)(f"{refusal} {describe_versions(versions)}{last}")
     return version
 
 

@@ -1,5 +1,7 @@
 """Commands that serve and evaluate an export outside of this program."""
 
+import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,11 +62,17 @@ def _round_up_rank(rank: int) -> int:
 
 def make_evaluate_command(export: ExportFacts) -> str:
     """Return the shell command that evaluates an export with lm-evaluation-harness, by transformers."""
-    model = [f"pretrained={export.base or export.folder}"]
-    model += [f"peft={export.folder}"] if export.base else []
-    words = ["lm_eval", "--model", "hf", "--model_args", ",".join(model), "--tasks", export.task]
+    model = {"pretrained": export.base or export.folder} | ({"peft": export.folder} if export.base else {})
+    words = ["lm_eval", "--model", "hf", "--model_args", _format_arguments(model), "--tasks", export.task]
     words += ["--batch_size", "auto", "--output_path", "lm_eval_results"]
     return shlex.join([*words, *(["--apply_chat_template"] if export.has_chat_template else [])])
+
+
+def _format_arguments(arguments: Mapping[str, str]) -> str:
+    """Return arguments of a model of lm-evaluation-harness: `a=b,c=d`, or JSON for values with such marks."""
+    if any(re.search(r"[,={}\[\]\"']", value) for value in arguments.values()):
+        return json.dumps(arguments)
+    return ",".join(f"{name}={value}" for name, value in arguments.items())
 
 
 def list_data_paths(trial: Trial) -> list[str]:

@@ -94,8 +94,9 @@ def _is_up(url: str, process: subprocess.Popen, log: Path) -> bool:
 
 def _complete(url: str, model: str, prompt: str) -> str:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 12}
+    body["skip_special_tokens"] = False  # a model that was hardly trained makes some
     request = urllib.request.Request(
         f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=extend(120)) as response:
-        return json.load(response)["choices"][0]["text"]
+        return json.load(response)["choices"][0]["text"].removesuffix("<eos>")

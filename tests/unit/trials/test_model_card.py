@@ -7,6 +7,7 @@ import shlex
 import pytest
 import yaml
 
+import hpc_rl
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.stored import to_dict
@@ -120,6 +121,20 @@ def test_commands_of_an_adapter_name_its_base(tmp_path):
     assert f"pretrained=/m/base model,peft={tmp_path}" in evaluate and "--apply_chat_template" in evaluate
 
 
+def test_a_path_with_a_comma_stays_one_argument_of_the_evaluation():
+    evaluate = shlex.split(make_evaluate_command(ExportFacts("/m/lr=1,b=2")))
+    assert json.loads(evaluate[evaluate.index("--model_args") + 1]) == {"pretrained": "/m/lr=1,b=2"}
+
+
+def test_without_a_checkpoint_it_tells_where_the_final_model_is(trial, tmp_path):
+    (trial.exports / "final").mkdir(parents=True)
+    with pytest.raises(hpc_rl.NothingToResume) as error:
+        hpc_rl.Trial(trial.dir).export(tmp_path / "model")
+    said = str(error.value)
+    assert f"The model after the last step is in {trial.exports / 'final'}." in said
+    assert said.count("sound") == 1
+
+
 def test_the_command_prints_how_to_serve_and_evaluate(trial, make_generation, tmp_path, monkeypatch, capsys):
     make_generation(trial, 10)
     monkeypatch.setattr(conversion, "convert", lambda *_args, **_more: 0)
@@ -130,5 +145,7 @@ def test_the_command_prints_how_to_serve_and_evaluate(trial, make_generation, tm
     assert told["serve"]["vllm"] == f"vllm serve {there} --port 8000"
     assert f"pretrained={there}" in told["evaluate"] and "--tasks gsm8k" in told["evaluate"]
     assert "Weights after step 10" in (there / "README.md").read_text()
+    folder = hpc_rl.Trial(trial.dir).export(tmp_path / "from Python", step=10)
+    assert "Weights after step 10" in (folder / "README.md").read_text()
     assert main(["export", f"{trial.dir}@10", "--step", "3"]) == 64
     assert "remove one" in capsys.readouterr().err
