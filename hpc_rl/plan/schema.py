@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -183,13 +184,7 @@ class Plan:
 
         They have servers alone.
         """
-        others = {node for unit in self.units if unit.role != "server" for node in unit.nodes}
-        tasks: list[list[int]] = []
-        for node in range(self.n_nodes):
-            here = [unit.nodes for unit in self.units if unit.role == "server" and node in unit.nodes]
-            if here and node not in others and (largest := max(here, key=len)) not in tasks:
-                tasks.append(largest)
-        return tasks
+        return list_server_tasks(self.units)
 
     def list_units_on(self, nodes: list[int]) -> list[Unit]:
         """Return the units on these nodes, with node indexes that count from 0 there."""
@@ -199,6 +194,20 @@ class Plan:
             for unit in self.units
             if set(unit.nodes) <= set(nodes)
         ]
+
+
+def list_server_tasks(units: Iterable[Unit]) -> list[list[int]]:
+    """Return the nodes of each server job of layout `jobs`, in the order of their first nodes."""
+    others: set[int] = set()
+    largest: dict[int, list[int]] = {}  # by node
+    for unit in units:
+        if unit.role != "server":
+            others.update(unit.nodes)
+            continue
+        for node in unit.nodes:
+            largest[node] = max(largest.get(node, []), unit.nodes, key=len)
+    found = {tuple(nodes): nodes for node, nodes in sorted(largest.items()) if node not in others}
+    return list(found.values())
 
 
 def _parse_unit(data: dict[str, Any]) -> Unit:

@@ -46,6 +46,7 @@ class Evidence:
     busy_s: float = 0.0  # of all servers
     request_s: float = 0.0
     requests: int = 0
+    decode: list[float] = field(default_factory=lambda: [0.0] * 5)  # sums of servers/decode_speed.py
     first_start_s: list[float] = field(default_factory=list)  # the trainer's, with the servers
     restart_s: list[float] = field(default_factory=list)  # of a trainer alone
     start_job_s: list[float] = field(default_factory=list)
@@ -128,6 +129,9 @@ def _read_attempt(attempt: Attempt, found: Evidence) -> None:
             found.busy_s += use["busy_s"]
             found.request_s += use["request_s"]
             found.requests += use["requests"]
+            sums = use.get("decode")
+            if isinstance(sums, list) and len(sums) == len(found.decode) and all(map(is_number, sums)):
+                found.decode = [total + one for total, one in zip(found.decode, sums, strict=True)]
     events = load_events(attempt)
     files = dict(list_metric_files(attempt))
     lines = [one for one in load_job_state(attempt.trial, attempt.job_id) if one.restart == attempt.restart]
@@ -162,26 +166,42 @@ def _measure_lengths(found: list[Evidence], costs: Costs) -> Costs:
 
 
 def _measure_servers(found: list[Evidence], costs: Costs) -> Costs:
-    """Measure the decode speed. A request has the samples of a prompt, and lasts as long as its longest one.
+    """Measure the decode speed by the servers' sums, else by the mean durations of requests.
 
-    So its duration over its iterations is the time of one iteration, at the mean number of sequences.
+    A request has the samples of a prompt, and lasts as long as its longest one.
     """
-    points = []
-    for one in found:
-        if one.requests and one.groups and one.busy_s:
-            iterations = fmean(max(group) for group in one.groups)
-            token_s = one.request_s / one.requests / iterations
-            points.append((one.generated * token_s / one.busy_s, token_s))  # by Little's law
-    if not points:
-        return costs
-    line = fit_line(points)
+    origin = f"{sum(one.requests for one in found)} requests to servers"
+    line = fit_decode([sum(column) for column in zip(*(one.decode for one in found), strict=True)])
+    if line is None:
+        points = []
+        for one in found:
+            if one.requests and one.groups and one.busy_s:
+                iterations = fmean(max(group) for group in one.groups)
+                token_s = one.request_s / one.requests / iterations
+                points.append((one.generated * token_s / one.busy_s, token_s))  # by Little's law
+        if not points:
+            return costs
+        line = fit_line(points)
     if line is None:  # one level of load: divide it as the defaults would
         load, token_s = fmean(n for n, _ in points), fmean(s for _, s in points)
         factor = token_s / costs.compute_token_s(round(load))
         line = costs.decode_s * factor, costs.decode_sequence_s * factor
-    origin = f"{sum(one.requests for one in found)} requests to servers"
+        origin += " at one level of load"
     # the prefill is part of the measured duration
     return costs.measured(origin, decode_s=line[0], decode_sequence_s=line[1], prefill_token_s=0.0)
+
+
+def fit_decode(sums: Sequence[float]) -> tuple[float, float] | None:
+    """Return (seconds of an iteration, more for each sequence), both at least 0, by DecodeSpeed's sums.
+
+    None if the number of sequences hardly varies.
+    """
+    xx, xy, yy, xs, ys = sums
+    if not xx or not yy or xx * yy - xy * xy < 0.05**2 * xx * yy:
+        return None
+    each = (xx * ys - xy * xs) / (xx * yy - xy * xy)
+    each = min(max(0.0, each), ys / yy)
+    return (xs - each * xy) / xx, each
 
 
 def _measure_training(found: list[Evidence], costs: Costs) -> Costs:

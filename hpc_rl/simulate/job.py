@@ -22,6 +22,7 @@ from hpc_rl.simulate.batches import Batches
 from hpc_rl.simulate.clock import Activity, Clock, Event, Steps
 from hpc_rl.simulate.cluster import Cluster
 from hpc_rl.simulate.costs import Costs
+from hpc_rl.simulate.server_jobs import ServerJobs
 from hpc_rl.simulate.setup import Faults, Kill, Setup
 from hpc_rl.simulate.timeline import Timeline
 from hpc_rl.simulate.trainer import Saved, StepRow, Trainer
@@ -62,8 +63,9 @@ class Life:
     def __init__(self, setup: Setup, costs: Costs, faults: Faults, seed: int = 0) -> None:
         self.setup, self.costs, self.faults = setup, costs.cap_lengths(setup.max_new_tokens), faults
         self.clock, self.drawn = Clock(), random.Random(seed)
-        self.cluster = Cluster(self.clock, setup.n_nodes, faults, self.drawn)
+        self.cluster = Cluster(self.clock, setup.num_job_nodes, faults, self.drawn)
         self.batches = Batches(self.clock, setup, self.costs, self.drawn)
+        self.server_jobs = ServerJobs(self.clock, setup, self.costs, faults, self.drawn, self.count_servers)
         self.timeline = Timeline(setup, self.clock)
         self.rows: list[StepRow] = []
         self.saved: list[Saved] = []
@@ -85,6 +87,20 @@ class Life:
         ended = self.clock.run(lambda: self.exit_code is not None, limit_s)
         self.timeline.close(self.batches.fleet)
         return ended
+
+    @property
+    def num_failed_nodes(self) -> int:
+        """Failures of nodes, of all jobs."""
+        return self.num_node_failures + self.server_jobs.num_failures
+
+    def count_servers(self) -> None:
+        """Tell the fleet how many servers serve, in all jobs."""
+        own = len(self.attempt.serving) if self.attempt else 0
+        self.batches.fleet.set_up(own + self.server_jobs.num_serving)
+
+    @property
+    def has_servers(self) -> bool:
+        return bool(self.server_jobs.num_serving or (self.attempt and self.attempt.serving))
 
     def _live(self) -> Steps:
         is_requeued, code, reason = False, 0, ""
@@ -132,20 +148,21 @@ class Attempt:
     def __init__(self, life: Life, nodes: list[str], restart: int) -> None:
         self.life, self.nodes, self.restart = life, nodes, restart
         self.clock, self.setup, self.costs, self.faults = life.clock, life.setup, life.costs, life.faults
+        units = self.setup.list_job_units()
         self.machine = AttemptMachine(
-            list(self.setup.units), self.setup.recover_mode, self.setup.recover_retries
+            [unit for unit, _ in units], self.setup.recover_mode, self.setup.recover_retries
         )
         self.events: list[LoggedEvent] = []
         self.code, self.reason, self.is_lost, self.is_over = 0, "", False, False
         self._over = Event()
         self._trainer: Trainer | None = None
         self._activity: Activity | None = None
-        self._serving: set[Key] = set()
+        self.serving: set[Key] = set()
         self._times = StepTimes()
         self._by_node: dict[int, list[Key]] = defaultdict(list)
-        for unit in self.setup.units:
-            for node in unit.nodes:
-                self._by_node[node].append((unit.role, unit.index))
+        for unit, places in units:
+            for place in places:
+                self._by_node[place].append((unit.role, unit.index))
         self._deadline: JobDeadline | None = None
         self._watches_at = 0.0  # the next look at the deadline between steps
 
@@ -213,17 +230,14 @@ class Attempt:
             if slot.incarnation != incarnation or slot.state is not state_machine.SlotState.RUNNING:
                 continue
             if key[0] == "server":
-                self._serving.add(key)
+                self.serving.add(key)
                 self.machine.note_serving(self.clock.now, key, incarnation)
             elif key[0] == "rollout":
                 self.life.batches.come_up()
                 self.life.batches.changed.fire()
             elif key[0] == "trainer":
                 self._start_trainer(incarnation)
-        self._count_servers()
-
-    def _count_servers(self) -> None:
-        self.life.batches.fleet.set_up(len(self._serving))
+        self.life.count_servers()
 
     def _ask_to_stop(self, key: Key) -> None:
         if key[0] == "trainer":
@@ -244,9 +258,9 @@ class Attempt:
             self._stop_trainer(Cause.FAILED if found.is_failure else Cause.STOPPED)
         elif key[0] == "rollout":
             self.life.batches.go_down()
-        elif key[0] == "server" and key in self._serving:
-            self._serving.discard(key)
-            self._count_servers()
+        elif key[0] == "server" and key in self.serving:
+            self.serving.discard(key)
+            self.life.count_servers()
         self._report(key, found)
 
     def _report(self, key: Key, found: UnitExit) -> None:
@@ -280,9 +294,9 @@ class Attempt:
     def _leave(self, cause: Cause) -> None:
         if self._trainer is not None:
             self._stop_trainer(cause)
-        self._serving.clear()
+        self.serving.clear()
         self.life.batches.go_down()
-        self.life.batches.fleet.set_up(0)
+        self.life.count_servers()
         self._over.fire()
 
     # -- the trainer
@@ -324,7 +338,7 @@ class Attempt:
     def _train(self, trainer: Trainer, loads: bool) -> Steps:
         self.life.timeline.does(Bucket.START, trainer.step)
         yield self.costs.load_s if loads else 0.0
-        while not self._serving:  # a publication waits for the first server
+        while not self.life.has_servers:  # a publication waits for the first server
             yield 1.0
         yield from trainer.train()
         self._activity = None  # this one, which ends by itself
@@ -389,7 +403,7 @@ class Attempt:
         faults, drawn, life = self.faults, self.life.drawn, self.life
         if faults.mtbf_s < math.inf:
             self._repeat(faults.mtbf_s / len(self.nodes), self._fail_node)
-        if faults.preempt_every_s < math.inf:
+        if faults.preempt_every_s < math.inf and self.setup.layout != "jobs":  # else its server jobs
             self.clock.after(drawn.expovariate(1 / faults.preempt_every_s), self._preempt)
         if faults.purge_every_s < math.inf:
             self._repeat(faults.purge_every_s, lambda: life.saved[-1:] and life.saved.pop())
@@ -423,9 +437,9 @@ class Attempt:
         for key in self._by_node[index]:
             if key[0] == "trainer" and self._trainer is not None:
                 self._freeze_trainer()
-            elif key[0] == "server" and key in self._serving:
-                self._serving.discard(key)
-                self._count_servers()
+            elif key[0] == "server" and key in self.serving:
+                self.serving.discard(key)
+                self.life.count_servers()
         self.clock.after(self.faults.notice_s, lambda: self._notice(index, name))
 
     def _freeze_trainer(self) -> None:

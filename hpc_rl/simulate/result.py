@@ -127,7 +127,7 @@ def run(setup: Setup, costs: Costs, faults: Faults | None = None, seed: int = 0)
         goodput=goodput,
         attempts=life.num_attempts,
         lineages=life.lineage + 1,
-        node_failures=life.num_node_failures,
+        node_failures=life.num_failed_nodes,
         servers_busy=busy,
         servers_full=full,
         bottleneck=_find_bottleneck(setup, parts, goodput, full),

@@ -12,7 +12,7 @@ from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.slurm_time import parse_time_limit
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Plan, Unit, list_server_tasks
 from hpc_rl.rollout.sequencer import Rules, make_rules
 
 DEFAULT_STEPS = 200  # if the configuration does not tell
@@ -45,6 +45,8 @@ class Setup:
     keep: int = 2  # newest checkpoints
     steps_per_epoch: float | None = None  # if the number of rows is known
     time_limit_s: float | None = None  # of a job
+    layout: str = "allocation"  # hetjob starts, fails and ends as allocation does
+    server_time_limit_s: float | None = None  # of a server job of layout jobs
     max_sequences: int = MAX_SEQUENCES  # to simulate
 
     @property
@@ -66,6 +68,23 @@ class Setup:
     @property
     def server_nodes(self) -> int:
         return len({node for unit in self.units if unit.role == "server" for node in unit.nodes})
+
+    def list_server_tasks(self) -> list[list[int]]:
+        """Return the nodes of each server job of layout `jobs`; other layouts have none."""
+        return list_server_tasks(self.units) if self.layout == "jobs" else []
+
+    def list_job_units(self) -> list[tuple[Unit, list[int]]]:
+        """Return the units of the trainer's job, each with the places of its nodes in that job."""
+        apart = {node for nodes in self.list_server_tasks() for node in nodes}
+        all_nodes = sorted({node for unit in self.units for node in unit.nodes} | {*range(self.n_nodes)})
+        place = {node: number for number, node in enumerate(node for node in all_nodes if node not in apart)}
+        units = (unit for unit in self.units if apart.isdisjoint(unit.nodes))
+        return [(unit, [place[node] for node in unit.nodes]) for unit in units]
+
+    @property
+    def num_job_nodes(self) -> int:
+        """Nodes of the trainer's job: all but those of the server jobs."""
+        return self.n_nodes - sum(map(len, self.list_server_tasks()))
 
     @property
     def num_unused(self) -> int:
@@ -122,6 +141,7 @@ def make_setup(config: GRPOConfig, plan: Plan, num_rows: int | None = None) -> S
         why, use = f"plans no {'servers' if roles['trainer'] else 'trainer'}", "simulate a grpo configuration"
         raise ConfigError(Refusal(option="allocation_mode", kind=Kind.CONFLICT, why=why, use=use))
     limit = config.launcher.slurm.time
+    server_limit = config.launcher.slurm.servers.time or limit
     return Setup(
         rules=replace(make_rules(config), batch_sequences=None, own_prompts=True),
         n_samples=config.gconfig.n_samples,
@@ -143,4 +163,6 @@ def make_setup(config: GRPOConfig, plan: Plan, num_rows: int | None = None) -> S
         evaluates_blocking=config.evaluator.blocking,
         server_share=config.evaluator.server_share,
         time_limit_s=parse_time_limit(limit) if limit else None,
+        layout=plan.layout,
+        server_time_limit_s=parse_time_limit(server_limit) if server_limit else None,
     )
