@@ -5,8 +5,9 @@ pool after a change (a key, an epoch, a value, a death), and as a heartbeat. The
 nothing. A reader uses it while its counter moves, by the reader's own clock, and otherwise reads the leases.
 
 Load: a poll of the registrar lists each pool, which shows the heartbeats, and reads at most READS_PER_POLL
-leases: new epochs, then changed ones, then leases that may be dead. So while nothing changes, the number of
-servers does not matter.
+leases in POLL_S: new epochs, then changed ones, then leases that may be dead. So while nothing changes, the
+number of servers does not matter to the file system. Listing and judging take processor time for each lease,
+so beyond JUDGED_PER_S * POLL_S leases the polls are rarer, and each of them reads more.
 """
 
 import json
@@ -14,7 +15,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.name_resolve.shared_fs import HEARTBEATS_PER_TTL, LeaseMark, LeaseView, NameResolve
@@ -23,11 +24,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # of the registrar
 READS_PER_POLL = 128
+JUDGED_PER_S = 4000.0  # leases that the registrar lists and judges
 RECHECK_S = 10.0  # between two readings of a lease that may be dead, or that could not be read
 MISSED_BEATS = 2  # after which a lease may be dead, or its listing does not show its renewals
 HEARTBEAT_S = 2.0
 STUCK_S = 3 * HEARTBEAT_S  # without a new counter; then the registrar is dead or slow
 READS_PER_S = 32.0  # of leases, by a reader without a roster: with many servers each is read less often
+
+
+def compute_poll_s(num_leases: int) -> float:
+    """Return the time between two polls of the registrar, in seconds; at most HEARTBEAT_S."""
+    return min(max(POLL_S, num_leases / JUDGED_PER_S), HEARTBEAT_S)
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,7 @@ class _Pool:
     written: dict[str, tuple[int, bool, dict[str, Any]]] | None = None
     written_at: float = -math.inf
     counter: int = 0
-
-    def collect_views(self) -> dict[str, LeaseView]:
-        return {key: one.view for key, one in sorted(self.readings.items()) if one.view is not None}
+    views: dict[str, LeaseView] = field(default_factory=dict)  # of the readings, in the order of the marks
 
 
 class Registrar:
@@ -63,6 +68,7 @@ class Registrar:
         self._names, self._term = names, term
         self._pools = {prefix: _Pool() for prefix in prefixes}
         self._is_failing = False  # the last write failed
+        self._polled_at = math.inf
 
     def poll(self) -> dict[str, dict[str, LeaseView]]:
         """Read the most urgent leases, write the rosters that are due, and return the known leases.
@@ -78,16 +84,18 @@ class Registrar:
             view = self._names.load_lease(key, mark)
             pool.readings[key] = _Reading(mark.content, self._names.clock(), view)
         for prefix, pool in self._pools.items():
+            known = ((key, pool.readings.get(key)) for key in pool.marks)
+            pool.views = {key: one.view for key, one in known if one is not None and one.view is not None}
             # readers drop absent servers: the first roster waits until every lease was read once
             if pool.written is not None or pool.readings.keys() == pool.marks.keys():
                 self._write_if_due(prefix, pool)
-        return {prefix: pool.collect_views() for prefix, pool in self._pools.items()}
+        return {prefix: pool.views for prefix, pool in self._pools.items()}
 
     def _judge(self, last: _Reading, mark: LeaseMark) -> _Reading:
         """Return a reading with the heartbeats of the newest listing."""
         if last.view is None or last.content[0] != mark.epoch:
             return last
-        return replace(last, view=self._names.judge(last.view, mark))
+        return _Reading(last.content, last.read_at, self._names.judge(last.view, mark))
 
     def _choose_leases(self) -> list[tuple[_Pool, str]]:
         """Return the leases to read now, the most urgent first."""
@@ -103,10 +111,12 @@ class Registrar:
                 elif now - last.read_at >= RECHECK_S and _is_doubtful(last.view):
                     urgent.append((2, last.read_at, pool, key))
         urgent.sort(key=lambda one: one[:2])
-        return [(pool, key) for *_, pool, key in urgent[:READS_PER_POLL]]
+        passed_s = min(max(POLL_S, now - self._polled_at), HEARTBEAT_S)
+        self._polled_at = now
+        return [(pool, key) for *_, pool, key in urgent[: round(READS_PER_POLL * passed_s / POLL_S)]]
 
     def _write_if_due(self, prefix: str, pool: _Pool) -> None:
-        views, now = pool.collect_views(), self._names.clock()
+        views, now = pool.views, self._names.clock()
         content = {key: (view.epoch, view.alive, view.value) for key, view in views.items()}
         if content == pool.written and now - pool.written_at < HEARTBEAT_S:
             return

@@ -32,7 +32,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,10 +172,11 @@ class NameResolve:
         newest: dict[str, LeaseMark] = {}
         beats: dict[tuple[str, int], tuple[int, int]] = {}  # by key and epoch
         for folder, above in ((base.parent, prefix.rpartition("/")[0]), (base, prefix)):
+            only = "" if folder is base else base.name
             for name, inode in _scan(folder).items():
                 stem, _, rest = name.rpartition(EPOCH)
                 number, beat = _split_epoch(rest)
-                if not stem or number < 0 or (folder != base and stem != base.name):
+                if not stem or number < 0 or (only and stem != only):
                     continue
                 key = f"{above}/{stem}" if above else stem
                 if beat:  # a rename whose reply was lost may leave two
@@ -197,7 +198,8 @@ class NameResolve:
         """Return a lease as it is now, by the mark of a new listing of the same epoch."""
         counter = max(view.counter, mark.counter)
         age_s = self.note_counter(view.key, view.epoch, counter)
-        return replace(view, counter=counter, age_s=age_s, alive=age_s <= view.ttl_s)
+        alive = age_s <= view.ttl_s
+        return LeaseView(view.key, view.value, view.epoch, alive, age_s, counter, view.ttl_s)
 
     def note_counter(self, key: str, epoch: int, counter: int, age_s: float = 0.0) -> float:
         """Note the counter of a lease, and return how long it has not moved.

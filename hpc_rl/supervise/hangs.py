@@ -7,6 +7,7 @@ is to blame; while a pool has no serving server (servers of layout `jobs` may be
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hpc_rl.name_resolve import keys
@@ -30,6 +31,13 @@ class _Watched:
     doing: str = ""
     seen: bool = False  # whether it has shown a sign of life
     ttl_s: float = 0.0  # of its lease, which does not move between two heartbeats
+
+
+@lru_cache(maxsize=1 << 17)
+def _parse_key(name: str) -> Key:
+    """Return the unit of a lease `<role>/…/<index>`; each is asked for in every listing."""
+    role, *_, index = name.split("/")
+    return role, int(index)
 
 
 class HangDetector:
@@ -88,8 +96,7 @@ class HangDetector:
             value = seen.value
             if not seen.alive or value.get("attempt") != attempt_id:
                 continue
-            role, *_, index = name.split("/")
-            key = (role, int(index))
+            key = _parse_key(name)
             self.observe(key, (seen.epoch, seen.counter), now, ttl_s=seen.ttl_s)
             # while the disk is full or external groups are missing, it can't serve a waiting unit
             if value.get(keys.WAITS_FOR_ROOM) or value.get(keys.WAITS_FOR_GROUPS):

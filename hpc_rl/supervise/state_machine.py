@@ -156,6 +156,9 @@ class AttemptMachine:
         self._deadline = 0.0
         self._killed = False
         self._num_running = 0  # counted, because 10,000 servers exit one by one
+        # of 10,000 slots, so that `tick` looks at few
+        self._waiting: dict[Key, Slot] = {}  # paused, or gave up
+        self._doomed: dict[Key, Slot] = {}  # with `killed_as`
 
     def restore(self, failures: int, incarnations: dict[Key, int]) -> None:
         """Continue from earlier supervisors: their failures, and each unit's next incarnation."""
@@ -201,6 +204,7 @@ class AttemptMachine:
         if not self._can_be_killed(slot):
             return []
         slot.killed_as = UnitExit(failure_policy.KILLED, why, FailureClass.INFRASTRUCTURE)
+        self._doomed[slot.key] = slot
         slot.kill_at = now + STACKS_S
         event = LogEvent(EventKind.HUNG, slot.about_incarnation | {"reason": why})
         return [event, *(DumpStacks(one.key, one is slot) for one in self._list_running())]
@@ -210,6 +214,7 @@ class AttemptMachine:
         slot = self.slots[key]
         if not self._can_be_killed(slot):
             return []
+        self._doomed[slot.key] = slot
         slot.killed_as = failure_policy.make_unplaced_exit(
             slot.unit.role, why, is_first_start=slot.incarnation == 0
         )
@@ -237,6 +242,7 @@ class AttemptMachine:
         self._num_running -= 1
         if slot.killed_as:
             found, slot.killed_as = slot.killed_as, None
+            del self._doomed[slot.key]
         slot.exits_in_a_row = 1 if slot.was_healthy(now) else slot.exits_in_a_row + 1
         lived_s = round(now - slot.started_at, 3)
         details = slot.about_incarnation | {
@@ -267,15 +273,12 @@ class AttemptMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Return the due actions."""
-        hanging: list[Action] = [
-            Kill(slot.key) for slot in self._list_running() if slot.killed_as and now >= slot.kill_at
-        ]
+        hanging: list[Action] = [Kill(key) for key, slot in self._doomed.items() if now >= slot.kill_at]
         return hanging + self._tick(now)
 
     def _tick(self, now: float) -> list[Action]:
         if self.phase is Phase.RUNNING:
-            waiting = (SlotState.PAUSED, SlotState.GAVE_UP)
-            due = [slot for slot in self.slots.values() if slot.state in waiting and now >= slot.restart_at]
+            due = [slot for slot in self._waiting.values() if now >= slot.restart_at]
             return [action for slot in due for action in self._start(slot, now)]
         if self.phase is Phase.OVER or now < self._deadline:
             return []
@@ -294,6 +297,7 @@ class AttemptMachine:
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.state = SlotState.RUNNING
+        self._waiting.pop(slot.key, None)
         self._num_running += 1
         slot.started_at, slot.served_at = now, None
         event = LogEvent(EventKind.STARTED, slot.about_incarnation)
@@ -361,6 +365,7 @@ class AttemptMachine:
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
         """Leave a unit down for long; the attempt fails with the last unit of a role, or if `even_alone`."""
         slot.state = SlotState.GAVE_UP
+        self._waiting[slot.key] = slot
         slot.restart_at = float("inf") if slot.lost_node else now + failure_policy.GIVE_UP_PAUSE_S
         pause = {} if slot.lost_node else {"pause_s": failure_policy.GIVE_UP_PAUSE_S}
         gave_up: list[Action] = [LogEvent(EventKind.GAVE_UP, slot.about | {"reason": why} | pause)]
@@ -376,6 +381,7 @@ class AttemptMachine:
 
     def _pause(self, slot: Slot, now: float, pause_s: float, why: str) -> list[Action]:
         slot.state = SlotState.PAUSED
+        self._waiting[slot.key] = slot
         slot.restart_at = now + pause_s
         return [LogEvent(EventKind.RESTARTING, slot.about | {"pause_s": pause_s, "reason": why})]
 

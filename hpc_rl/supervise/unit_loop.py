@@ -6,6 +6,7 @@ A kill at any time leaves complete files, from which the next supervisor continu
 
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from hpc_rl.core.log import redact
 from hpc_rl.core.records import EndedRecord, EventKind
 from hpc_rl.core.trial import Attempt, write_json
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.roster import POLL_S, RosterReader
+from hpc_rl.name_resolve.roster import POLL_S, RosterReader, compute_poll_s
 from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.supervise import bad_nodes, failure_policy, state_machine
@@ -33,6 +34,8 @@ from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, 
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
+POLL_ALL_S = 1.0  # within which each unit is polled
+POLLS_PER_ROUND = 100  # at least, so that small trials poll all units in each round
 SECRETS_S = 2.0  # between two checks of the secret files
 SAME_TERM_S = 2.0  # the same TERM comes from the scheduler and from the job script
 SIGNALS = {
@@ -93,13 +96,13 @@ class RateLimit:
     """Limits work to once per period; the first call is due at once."""
 
     def __init__(self, period_s: float) -> None:
-        self._period_s = period_s
+        self.period_s = period_s
         self._next = float("-inf")
 
     def is_due(self, now: float) -> bool:
         if now < self._next:
             return False
-        self._next = now + self._period_s
+        self._next = now + self.period_s
         return True
 
 
@@ -126,6 +129,7 @@ class UnitLoop(ABC):
         self.hangs = HangDetector(*limits, away_s)
         self.requests = StopRequests()
         self.handles: dict[Key, tuple[Handle, int]] = {}
+        self._unpolled: list[Key] = []  # in this turn
         self.finish: Finish | None = None
         self.clock = time.monotonic
         self._rosters = {pool.name: RosterReader(self.names, keys.servers(pool.name)) for pool in plan.pools}
@@ -177,11 +181,26 @@ class UnitLoop(ABC):
         while self._failed_starts:
             key, incarnation, found = self._failed_starts.pop(0)
             self.execute(self.machine.handle_exit(self.clock(), key, incarnation, found))
-        for key, (handle, incarnation) in list(self.handles.items()):
+        for key in self._choose_polled():
+            handle, incarnation = self.handles[key]
             code = handle.poll()
             if code is not None:
                 self.handle_unit_exit(key, incarnation, code)
         self.execute(self.machine.tick(self.clock()))
+
+    def _choose_polled(self) -> Iterator[Key]:
+        """Yield the units to poll in this round: of thousands only a part, in turn."""
+        num_left = max(POLLS_PER_ROUND, math.ceil(len(self.handles) * TICK_S / POLL_ALL_S))
+        if num_left >= len(self.handles):
+            yield from list(self.handles)
+            return
+        while num_left:
+            if not self._unpolled:
+                self._unpolled = list(self.handles)
+            key = self._unpolled.pop()
+            if key in self.handles:  # or it has ended since
+                num_left -= 1
+                yield key
 
     def execute(self, actions: list[Action]) -> None:
         """Execute the actions of the state machine."""
@@ -213,11 +232,12 @@ class UnitLoop(ABC):
     def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
         """Note the live and the serving servers of this attempt; return the leases of each pool.
 
-        They are at most POLL_S old. Raises OSError.
+        They are at most POLL_S old, with thousands of servers `compute_poll_s`. Raises OSError.
         """
         if not self._reading_leases.is_due(now):
             return self._leases
         pools = self._leases = self.list_leases()
+        self._reading_leases.period_s = compute_poll_s(sum(map(len, pools.values())))
         for leases in pools.values():
             for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
                 self.machine.note_serving(now, key, incarnation)
