@@ -1,6 +1,7 @@
 """`hpc-rl tune TRIAL`: recommend the split and other options after a short trial, by simulation."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,10 @@ from hpc_rl.cli.options import CommandParser, Count, Namespace, align_columns, p
 from hpc_rl.cli.simulate import add_faults, make_faults
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import write_atomic
-from hpc_rl.simulate.describe import costs_to_json, describe_costs
+from hpc_rl.simulate.describe import costs_to_json, describe_costs, format_rounded
 from hpc_rl.simulate.prepare import make_case
 from hpc_rl.simulate.result import ADVICE, explain_result, run
 from hpc_rl.simulate.tune import NUM_DRAWS, Advice, tune
-from hpc_rl.status.formatting import format_number
 from hpc_rl.trials import prepare, trial_index
 
 ABOUT = """Measure the costs of a trial in its files, and search for options with a higher throughput: split
@@ -65,7 +65,7 @@ def main(args: Namespace) -> int:
             }
         )
     else:
-        print(f"now         {format_number(now.step_s)} s per step: {explain_result(now)}")
+        print(f"now         {format_rounded(now.step_s)} s per step: {explain_result(now)}")
         print(f"bottleneck  {now.bottleneck}: {ADVICE[now.bottleneck]}")
         print("\n".join(describe(found)))
         for line in describe_costs(case.costs):
@@ -74,6 +74,9 @@ def main(args: Namespace) -> int:
             print(f"options     {shlex.join(format_overrides(chosen))}")
     if args.apply and chosen:
         return apply(args, trial.name, chosen)
+    if args.apply:
+        why = "all of them change what is learned, and need --learning" if found else "there are no options"
+        print(f"nothing is applied to {args.apply}: {why}", file=sys.stderr)
     return ExitCode.DONE
 
 

@@ -478,8 +478,8 @@ class Attempt:
     activity = _PathOf("activity/{}-{}.{}.json")
     metrics = _PathOf("metrics.{}.jsonl")  # of an incarnation of the trainer
     samples = _PathOf("samples.{}.jsonl")  # readable completions
-    # `{"busy_s", "request_s", "requests"}` of an incarnation of a server by its index: the time with at least
-    # one request, the sum of the durations of requests, and their number
+    # `{"busy_s", "request_s", "requests", "decode"}` of a server by its index and incarnation: the time with
+    # at least one request, the sum of the durations of requests, their number, and servers/decode_speed.py
     server_use = _PathOf("use/server-{}.{}.json")
     # report of an incarnation of the rollout role, every few seconds, for `hpc-rl status`
     rollout_report = _PathOf("rollout.{}.json")

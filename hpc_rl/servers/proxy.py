@@ -38,6 +38,7 @@ from hpc_rl.core.http_service import HttpService, find_access, make_application,
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.channel import CHANNEL, ChannelRequest, ChannelServer
 from hpc_rl.servers.client import EXACT_HEADER, MIN_VERSION_HEADER
+from hpc_rl.servers.decode_speed import DecodeSpeed
 from hpc_rl.servers.router import is_older
 from hpc_rl.servers.wire import LOGPROBS, SendParts
 
@@ -103,6 +104,7 @@ class Proxy:
         self.calls: dict[str, Callable[[dict[str, Any]], Awaitable[Answer]]] = {}
         self._has_updated = asyncio.Event()  # set at the next update, then replaced
         self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
+        self.decode_speed = DecodeSpeed()
         self.num_requests, self.request_s = 0, 0.0  # answered ones, and the sum of their durations
         self._service: HttpService | None = None
         self._channel = ChannelServer(self._generate_parts, MAX_BODY_BYTES)
@@ -198,8 +200,8 @@ class Proxy:
     async def _generate_parts(self, request: ChannelRequest, send: SendParts) -> Answer:
         if refusal := await self._find_refusal(request.least, request.exact):
             return refusal
-        with self._busy():
-            return await self.backend.generate(request.body, send)
+        with self._busy(), self.decode_speed.watch(request.body, send) as send_on:
+            return await self.backend.generate(request.body, send_on)
 
     async def _find_refusal(self, least: str, is_exact: bool) -> Answer | None:
         """Return the answer to a request that can't be served; wait a while for the version `least`."""

@@ -193,7 +193,8 @@ class Replica:
         try:
             path.parent.mkdir(exist_ok=True)
             use = {"busy_s": busy_s, "request_s": round(self.proxy.request_s, 3)}
-            write_atomic(path, json.dumps({**use, "requests": self.proxy.num_requests}), durable=False)
+            use |= {"requests": self.proxy.num_requests, "decode": self.proxy.decode_speed.sums}
+            write_atomic(path, json.dumps(use), durable=False)
             self._reported_s = busy_s
         except OSError as error:
             logger.warning("the server can't record its busy time, so `hpc-rl report` lacks it: %s", error)

@@ -11,6 +11,8 @@ from typing import Any
 
 DEFAULT_LENGTHS = (7.0, 0.8)  # mu and sigma of the logarithm of a completion's tokens
 NUM_DEFAULT_LENGTHS = 4096
+DEFAULT_BYTES = 16.4e9  # of the model of the defaults
+DEFAULT_SAVED_BYTES = 7 * DEFAULT_BYTES  # of its checkpoint: float32 weights and two moments besides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Costs:
     batch_s: float = 0.1  # from the last group of a batch to the trainer's first computation
     log_s: float = 0.05  # of a step: metrics, exports and the rest
     # publication: n x overhead + bytes / bandwidth (docs/publication_cost.md)
-    model_bytes: float = 16.4e9
+    model_bytes: float = DEFAULT_BYTES
     num_tensors: int = 399
     changed_share: float = 0.037  # of the bytes, in a difference
     blocked_tensor_s: float = 17e-6
@@ -99,6 +101,24 @@ class Costs:
         """Return the seconds of the updates of a step."""
         efficiency = self.train_scaling ** math.log2(ranks / self.train_ranks)
         return self.train_s + tokens * self.train_token_s / ranks / efficiency
+
+    def fit_model(self, size: float, gpu_size: float, checkpoint_bytes: float) -> Costs:
+        """Return the costs with the defaults that depend on the model scaled to its size.
+
+        `size` is that of the served model in bytes, `gpu_size` that of the part on each GPU of a server. Half
+        of the fixed time of an iteration reads the weights.
+        """
+        model, part, saved = (
+            size / DEFAULT_BYTES,
+            gpu_size / DEFAULT_BYTES,
+            checkpoint_bytes / DEFAULT_SAVED_BYTES,
+        )
+        factors = {
+            "train_token_s": model, "prefill_token_s": part, "decode_s": (1 + part) / 2,
+            "save_s": saved, "save_copy_s": saved, "load_s": saved,
+        }  # fmt: skip
+        scaled = {name: getattr(self, name) * factors[name] for name in factors if name not in self.origins}
+        return replace(self, **scaled)
 
     def list_defaults(self) -> list[str]:
         """Return the names of the costs that were not measured."""

@@ -9,7 +9,7 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.simulate.costs import Costs
 from hpc_rl.simulate.prepare import Case
 from hpc_rl.simulate.result import ADVICE, Result, explain_result
-from hpc_rl.status.formatting import format_duration, format_number
+from hpc_rl.status.formatting import format_duration
 
 MAIN_COSTS = ("decode_s", "train_token_s", "save_s")
 
@@ -21,7 +21,7 @@ def describe(case: Case, results: list[Result]) -> list[tuple[str, str]]:
     buckets, held = first.goodput.buckets, first.goodput.allocation_s or 1.0
     use = ", ".join(f"{bucket} {seconds / held:.0%}" for bucket, seconds in buckets.items())
     facts = [
-        ("allocation", f"{case.plan.allocation} on {case.plan.n_nodes} nodes"),
+        ("allocation", f"{case.plan.allocation} on {_count(case.plan.n_nodes, 'node')}"),
         ("step", f"{_range(results, 'step_s')} s: {explain_result(first)}"),
         ("throughput", f"{_range(results, 'tokens_per_s')} tokens/s, prompts included"),
         ("staleness", ages or "no batch"),
@@ -36,23 +36,28 @@ def describe(case: Case, results: list[Result]) -> list[tuple[str, str]]:
 
 def _range(results: list[Result], name: str) -> str:
     values = [float(getattr(one, name)) for one in results]
-    shown = format_number(values[0])
-    return (
-        shown
-        if len(values) == 1
-        else f"{shown} ({format_number(min(values))} to {format_number(max(values))})"
-    )
+    shown = format_rounded(values[0])
+    if len(values) == 1:
+        return shown
+    return f"{shown} ({format_rounded(min(values))} to {format_rounded(max(values))})"
+
+
+def format_rounded(value: float) -> str:
+    """Return three significant digits: a prediction has no more."""
+    return f"{float(f'{value:.3g}'):.12g}"
 
 
 def _describe_makespan(results: list[Result]) -> str:
     times = [one.makespan_s for one in results]
     first = results[0]
-    starts = (
-        f"{first.attempts} job start{'s' if first.attempts != 1 else ''}, {first.lineages} of the trainer"
-    )
-    failed = f", {first.node_failures} nodes failed" if first.node_failures else ""
+    starts = f"{_count(first.attempts, 'job start')}, {first.lineages} of the trainer"
+    failed = f", {_count(first.node_failures, 'node')} failed" if first.node_failures else ""
     span = f" ({format_duration(min(times))} to {format_duration(max(times))})" if len(times) > 1 else ""
     return f"{format_duration(times[0])}{span} for {first.steps} steps, {starts}{failed}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def describe_costs(costs: Costs) -> list[str]:
@@ -62,7 +67,8 @@ def describe_costs(costs: Costs) -> list[str]:
         by_origin.setdefault(origin, []).append(name)
     lines = [f"costs of {origin}: {', '.join(names)}" for origin, names in by_origin.items()]
     if not any(name in costs.origins for name in MAIN_COSTS):
-        return [*lines, "All other costs are defaults: measure them in a short trial, and name it by --from."]
+        advice = "measure them in a short trial, and name it by --from"
+        return [*lines, f"All other costs are defaults, scaled to the model: {advice}."]
     return [*lines, f"defaults, not measured: {', '.join(costs.list_defaults())}"]
 
 

@@ -109,6 +109,9 @@ def adapt_costs(costs: Costs, config: GRPOConfig, plan: Plan, found: Estimate | 
     if found is not None:
         costs = costs.measured("the model's config.json", model_bytes=found.disk.weights)
         server = next((one for one in found.servers if one.pool == name), None)
+        if server is not None:
+            size = server.weight_bytes * server.units
+            costs = costs.fit_model(size, server.weight_bytes, found.disk.checkpoint)
         if server is not None and server.cached_tokens:
             length = costs.prompt_tokens + min(costs.mean_length, config.gconfig.max_new_tokens)
             limits["the server's cache"] = max(1, int(server.cached_tokens / length))

@@ -23,6 +23,7 @@ from hpc_rl.simulate.setup import Faults, Setup
 MEASURED_SPREAD, DEFAULT_SPREAD = 0.05, 0.3  # standard deviations of the logarithms
 NUM_DRAWS = 5
 NUM_STEPS = 40  # of a simulation without failures
+MAX_STEPS = 2000  # of one with failures
 MAX_SEQUENCES = 40_000
 MIN_GAIN = 0.01  # a smaller one is not recommended
 ROUNDS = 2
@@ -234,9 +235,10 @@ def tune_checkpoints(setup: Setup, costs: Costs, faults: Faults, num_draws: int)
     if not probe.step_s:
         return None
     interval_s = compute_young_daly(blocked_s, restart_s, mtbf_s)
-    first = max(1, round(interval_s / probe.step_s))
+    most = min(setup.total_steps, MAX_STEPS)
+    first = min(max(1, round(interval_s / probe.step_s)), most)
     # long enough for some failures of the trainer, as far as the trial has steps
-    steps = max(first, min(setup.total_steps, math.ceil(10 * mtbf_s / probe.step_s), 2000))
+    steps = max(first, min(most, math.ceil(10 * mtbf_s / probe.step_s)))
     now = setup.save.freq_steps
 
     def spend(every: int | None, seed: int) -> float:
@@ -246,7 +248,8 @@ def tune_checkpoints(setup: Setup, costs: Costs, faults: Faults, num_draws: int)
         return result.makespan_s * steps / max(1, result.steps)
 
     draws = range(num_draws)
-    candidates = sorted({max(1, round(first * factor)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)})
+    factors = (0.25, 0.5, 1.0, 2.0, 4.0)
+    candidates = sorted({min(max(1, round(first * factor)), most) for factor in factors})
     spent = {every: [spend(every, seed) for seed in draws] for every in candidates}
     best = min(candidates, key=lambda every: sum(spent[every]))
     before = [spend(None, seed) for seed in draws]

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and needs it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # per request
-TEST_PACE = "HPC_RL_TEST_DECODE_S"  # for tests, as 0.03:0.002: seconds of a decode step, and of each row
+TEST_PACE = "HPC_RL_TEST_DECODE_S"  # for tests, as 0.03:0.002: least seconds of a step, and more of each row
 
 
 def load_pace(environ: Mapping[str, str]) -> Callable[[int], float] | None:

@@ -36,8 +36,8 @@ class EmbeddedEngine:
 
     After the start, only this thread uses the model. It calls `deliver` with the sequences that finished in a
     step. It decodes at most `max_running` rows at once; with `batch_invariant` each row separately, in a
-    cache whose shape depends only on the row's length. `pace` returns the seconds to sleep before a step,
-    by its rows, for tests.
+    cache whose shape depends only on the row's length. `pace` returns the least seconds of a step, by its
+    rows, for tests.
     """
 
     def __init__(
@@ -219,11 +219,13 @@ class EmbeddedEngine:
         if self.paused or not (self._waiting or self._batches):
             self._flush()
             return bool(self._commands)
+        begun = time.monotonic()
         self._admit()
-        if self._pace is not None:
-            time.sleep(self._pace(sum(map(len, self._batches))))
+        least_s = self._pace(sum(map(len, self._batches))) if self._pace is not None else 0.0
         for batch in self._batches:
             self._decode(batch)
+        if least_s:
+            time.sleep(max(0.0, begun + least_s - time.monotonic()))
         self._batches = [batch for batch in self._batches if len(batch)]
         self._flush()
         return True

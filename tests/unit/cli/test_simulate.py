@@ -11,6 +11,7 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.cli.simulate import parse_duration_s
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
+from hpc_rl.simulate.tune import Advice
 
 
 def test_a_configuration_is_simulated(config, capsys):
@@ -94,3 +95,14 @@ def test_a_simulation_takes_its_costs_from_trials(trained, config, capsys):
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{") :])
     assert found["costs"]["train_token_s"]["origin"].endswith("steps")
+
+
+def test_nothing_to_apply_is_said(trained, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "tuned.yaml"
+    numbers = {"gain": 0.1, "low": 0.05, "high": 0.2}
+    ahead = Advice(option="rollout.max_head_offpolicyness", now=1, value=4, **numbers)
+    for found, why in (([ahead], "need --learning"), ([], "no options")):
+        monkeypatch.setattr("hpc_rl.cli.tune.tune", lambda *_, found=found, **__: found)
+        assert main(["tune", trained, "--apply", str(path)]) == ExitCode.DONE
+        assert why in capsys.readouterr().err
+    assert not path.exists()

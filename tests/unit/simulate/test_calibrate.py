@@ -1,14 +1,16 @@
 """Calibration: what the files of a trial tell comes back, and the rest stays at named defaults."""
 
 import sys
+from operator import mul
 
 import pytest
 from simulated_trials import LENGTHS, TOKEN_S, make_units, write_history
 from toy_plans import toy_plan
 
 from hpc_rl.core.errors import TrialStateError
-from hpc_rl.core.trial import Trial, write_json
-from hpc_rl.simulate.calibrate import calibrate, fit_line
+from hpc_rl.core.trial import Trial, load_object, write_json
+from hpc_rl.simulate.calibrate import calibrate, fit_decode, fit_line
+from hpc_rl.simulate.costs import Costs
 
 PROMPT = 3
 
@@ -68,3 +70,25 @@ def test_a_trial_without_steps_measures_nothing(tmp_path):
 def test_a_line_has_no_negative_costs(points, line):
     found = fit_line(points)
     assert found == (None if line is None else pytest.approx(line))
+
+
+def test_the_decode_speed_is_fitted_over_requests_at_several_loads(tmp_path):
+    trials = [make_trial(tmp_path, name, ranks=1) for name in ("one", "two")]
+    # (tokens, mean number of sequences) of requests whose iterations take 0.02 + 0.001 * sequences seconds
+    for trial, requests in zip(trials, ([(10, 4), (30, 8)], [(20, 8), (20, 2)]), strict=True):
+        x, y = zip(*((n, n * m) for n, m in requests), strict=True)
+        s = [n * (0.02 + 0.001 * m) for n, m in requests]
+        path = trial.attempt("job.0").server_use(0, 0)
+        sums = [sum(map(mul, *pair)) for pair in ((x, x), (x, y), (y, y), (x, s), (y, s))]
+        write_json(path, load_object(path) | {"decode": sums})
+    costs = calibrate(trials)
+    assert (costs.decode_s, costs.decode_sequence_s) == (pytest.approx(0.02), pytest.approx(0.001))
+
+
+def test_one_level_of_load_is_divided_as_the_defaults_would(tmp_path):
+    costs = calibrate([make_trial(tmp_path, "one", ranks=1)])
+    assert costs.decode_s / costs.decode_sequence_s == pytest.approx(
+        Costs().decode_s / Costs().decode_sequence_s
+    )
+    assert costs.origins["decode_s"].endswith("at one level of load")
+    assert fit_decode([100.0, 400.0, 1600.0, 5.0, 20.0]) is None and fit_decode([0.0] * 5) is None

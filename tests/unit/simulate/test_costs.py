@@ -46,3 +46,12 @@ def test_a_measured_publication_needs_no_model():
     costs = Costs(publish_write_s=3.0, publish_blocked_s=0.5, publish_pause_s=0.2)
     found = compute_publication(costs, "disk", ranks=8, nodes=3, whole=False)
     assert (found.blocked_s, found.complete_s, found.pause_s) == (0.5, 3.0, 0.2)
+
+
+def test_defaults_follow_the_size_of_the_model():
+    small = Costs().measured("12 steps", save_s=3.0).fit_model(1.64e9, 0.82e9, 11.48e9)
+    assert small.train_token_s == pytest.approx(0.1 * Costs().train_token_s)
+    assert small.decode_s == pytest.approx(0.5 * 1.05 * Costs().decode_s), "two GPUs share the weights"
+    assert small.load_s == pytest.approx(0.1 * Costs().load_s)
+    assert small.save_s == 3.0, "measured"
+    assert "train_token_s" in small.list_defaults()

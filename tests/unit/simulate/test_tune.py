@@ -7,6 +7,8 @@ import yaml
 from simulated_trials import COSTS, make_small, make_units
 
 from hpc_rl.cli.tune import describe, format_file, format_overrides
+from hpc_rl.simulate import tune as module
+from hpc_rl.simulate.result import run
 from hpc_rl.simulate.setup import Faults
 from hpc_rl.simulate.tune import Advice, compute_rate, compute_young_daly, draw_costs, tune
 
@@ -80,3 +82,13 @@ def test_options_become_a_file_and_arguments():
     ]
     expected = {"allocation_mode": "sglang:d6+fsdp:d2", "rollout": {"max_concurrent_rollouts": 64}}
     assert yaml.safe_load(format_file("one", found)) == expected
+
+
+def test_rare_failures_of_a_short_trial_are_simulated_over_its_own_steps(monkeypatch):
+    """Young and Daly's interval may be a thousand times as long as the trial."""
+    simulated = []
+    monkeypatch.setattr(
+        module, "run", lambda setup, *rest, **more: simulated.append(setup) or run(setup, *rest, **more)
+    )
+    tune(make_small(), "d2", COSTS, Faults(mtbf_s=60 * 86400.0), num_draws=1, with_learning=False)
+    assert {setup.total_steps for setup in simulated} == {20}
