@@ -1,25 +1,31 @@
 """Predictions of the simulator, and the trials that they predict: toys with artificial durations.
 
-    python benchmarks/simulator.py trials [--only NAME …] [--out FILE]
-    python benchmarks/simulator.py split  [--out FILE]
+    python benchmarks/simulator.py trials [--only NAME …] [--beside 2] [--out FILE]
+    python benchmarks/simulator.py split  [--beside 2] [--out FILE]
     python benchmarks/simulator.py scale  [--out FILE]
 
-`trials` runs ten trials with the real service and real files. A decode step of a server takes a time that
-grows with its rows, an update a time that grows with its tokens (tests/helpers/timed_algorithm.py). Costs are
-measured in five of them; the others are predicted: throughput, staleness and makespan, some with kills.
-`split` runs a badly divided trial, asks `tune` for a split, and runs every split of the same four processes.
-`scale` times simulations of 1,000 steps on up to 10,000 nodes whose mean time between failures is 30 days.
+`trials` runs ten trials with the real service and real files on a private Slurm of this machine. A decode step
+of a server takes a time that grows with its rows, an update a time that grows with its tokens
+(tests/helpers/timed_algorithm.py); both are long beside the work of the processor. Costs are measured in five
+trials; the others are predicted: throughput, staleness and makespan, some with kills.
+`split` runs a badly divided trial, asks `tune` for a split, and runs the other splits of the same processes.
+`scale` times simulations of 1,000 steps on up to 10,000 nodes whose mean time between failures is 30 days, and
+counts what the supervisor of so many nodes costs.
 """
 
 import argparse
 import json
 import os
+import platform
 import resource
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,42 +33,51 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "slurm")]
 
+from cluster import LEAKS, Cluster  # noqa: E402
+from packages import find_or_fetch  # noqa: E402
 from patience import extend  # noqa: E402
+from scale_trials import measure_apart  # noqa: E402
 from simulated_trials import make_units  # noqa: E402
-from toy_trials import hpc_rl, make_toy  # noqa: E402
+from toy_trials import hpc_rl, logs_of, make_toy  # noqa: E402
 
-from hpc_rl.config.load.stored import from_dict  # noqa: E402
+from hpc_rl import __version__  # noqa: E402
 from hpc_rl.config.options.operations import FrequencyConfig  # noqa: E402
+from hpc_rl.core.errors import JobEvent  # noqa: E402
+from hpc_rl.core.records import load_job_state  # noqa: E402
 from hpc_rl.core.trial import Trial, load_object  # noqa: E402
-from hpc_rl.plan.schema import Plan  # noqa: E402
 from hpc_rl.rollout.batch_log.seals import load_seals  # noqa: E402
 from hpc_rl.rollout.sequencer import Rules  # noqa: E402
-from hpc_rl.simulate.calibrate import calibrate  # noqa: E402
 from hpc_rl.simulate.costs import Costs  # noqa: E402
-from hpc_rl.simulate.result import run  # noqa: E402
-from hpc_rl.simulate.setup import Faults, Kill, Setup, make_setup  # noqa: E402
+from hpc_rl.simulate.prepare import make_case  # noqa: E402
+from hpc_rl.simulate.result import Result, run  # noqa: E402
+from hpc_rl.simulate.setup import Faults, Kill, Setup  # noqa: E402
 from hpc_rl.stats.read import load_history  # noqa: E402
+from hpc_rl.trials import prepare  # noqa: E402
 
-STEPS = 16
+Kills = tuple[tuple[float, str], ...]  # seconds after the first row of metrics, role
+STEPS = 30
+NUM_DRAWS = 5
 OPTIONS = {
     "experiment_name": "simulated",
     "total_train_steps": STEPS,
     "cluster.n_gpus_per_node": 0,
+    "cluster.n_nodes": 2,
+    "launcher.type": "slurm",
     "actor.algorithm": "timed_algorithm:TIMED",
-    "actor.algorithm_args": "{step_s: 0.3, token_s: 0.0015}",
+    "actor.algorithm_args": "{step_s: 0.5, token_s: 0.0015}",
     "actor.gradient_checkpointing": False,
     "actor.optimizer.lr": 1e-7,  # lengths stay as they are
     "actor.reward_norm.mean_level": "group",
     "actor.reward_norm.std_level": "group",
     "gconfig.n_samples": 4,
-    "gconfig.max_new_tokens": 48,
+    "gconfig.max_new_tokens": 32,
     "rollout.reward_fn": "exact_match",
     "rollout.num_workers": 1,
     "recover.mode": "auto",
     "recover.freq_steps": 5,
     "recover.retries": 20,
     "train_dataset.batch_size": 16,
-    "launcher.inference_server_env_vars": "HPC_RL_TEST_DECODE_S=0.03:0.002",
+    "launcher.inference_server_env_vars": "HPC_RL_TEST_DECODE_S=0.08:0.003",
     "launcher.inference_server_cpus_per_gpu": 1,
     "launcher.inference_server_mem_per_gpu": 2048,
     "launcher.trainer_cpus_per_gpu": 1,
@@ -72,61 +87,81 @@ OPTIONS = {
 }
 SPLIT, AGE, ROOM = "allocation_mode", "rollout.max_head_offpolicyness", "rollout.max_concurrent_rollouts"
 HARD = {"rollout.staleness_bound": "hard"}
-# name -> options, and kills (seconds after the first row of metrics, role)
-MEASURED: dict[str, tuple[dict[str, Any], tuple[tuple[float, str], ...]]] = {
+# name -> options, and kills
+MEASURED: dict[str, tuple[dict[str, Any], Kills]] = {
     "m1": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 1, ROOM: 16}, ()),
     "m2": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 2, ROOM: 32}, ()),
     "m3": ({SPLIT: "embedded:d1+fsdp:d2", AGE: 1, ROOM: 32}, ()),
     "m4": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 0, ROOM: 16}, ()),
     "m5": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 1, ROOM: 32}, ((10.0, "trainer"),)),
 }
-PREDICTED: dict[str, tuple[dict[str, Any], tuple[tuple[float, str], ...]]] = {
+PREDICTED: dict[str, tuple[dict[str, Any], Kills]] = {
     "p1": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 2, ROOM: 32}, ()),
     "p2": ({SPLIT: "embedded:d1+fsdp:d1", AGE: 0, ROOM: 16}, ()),
     "p3": ({SPLIT: "embedded:d3+fsdp:d1", AGE: 1, ROOM: 48, **HARD}, ()),
-    "p4": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 1, ROOM: 32}, ((8.0, "trainer"), (30.0, "trainer"))),
-    "p5": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 1, ROOM: 24}, ((6.0, "server"), (16.0, "trainer"))),
+    "p4": ({SPLIT: "embedded:d2+fsdp:d1", AGE: 1, ROOM: 32}, ((20.0, "trainer"), (100.0, "trainer"))),
+    "p5": ({SPLIT: "embedded:d2+fsdp:d2", AGE: 1, ROOM: 24}, ((10.0, "server"), (40.0, "trainer"))),
 }
-SPLITS = ("embedded:d1+fsdp:d3", "embedded:d2+fsdp:d2", "embedded:d3+fsdp:d1")
+# four splits of six processes; the last one gives the servers far too much
+SPLITS = tuple(f"embedded:d{count}+fsdp:d{6 - count}" for count in (2, 3, 4, 5))
+BAD_SPLIT = SPLITS[-1]
+OF_SPLITS: dict[str, Any] = {
+    "total_train_steps": 16,
+    AGE: 2,
+    ROOM: 48,
+    "train_dataset.batch_size": 24,
+    "actor.algorithm_args": "{step_s: 0.5, token_s: 0.005}",
+}
+STAGGER_S = 25.0  # between the submissions of two trials: starts take the processor
 
 
 class Workplace:
-    """A folder from which toy trials are submitted, one after the other."""
+    """A folder from which toy trials are submitted, some beside each other."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = make_toy(folder, "base")
-        (folder / "timed_algorithm.py").write_text(
-            (ROOT / "tests" / "helpers" / "timed_algorithm.py").read_text()
-        )
+    def __init__(self, folder: Path, beside: int) -> None:
+        self.folder, self._beside = make_toy(folder, "base"), beside
+        timed = (ROOT / "tests" / "helpers" / "timed_algorithm.py").read_text()
+        (folder / "timed_algorithm.py").write_text(timed)
 
-    def run(self, name: str, options: dict[str, Any], kills: tuple[tuple[float, str], ...] = ()) -> Trial:
+    def run_all(self, wanted: dict[str, tuple[dict[str, Any], Kills]]) -> dict[str, Trial]:
+        """Run trials to their ends, by name: options and kills."""
+        with ThreadPoolExecutor(self._beside) as pool:
+            running = {}
+            for number, (name, (options, kills)) in enumerate(wanted.items()):
+                delay_s = STAGGER_S * number if number < self._beside else 0.0
+                running[name] = pool.submit(self.run, name, options, kills, delay_s)
+            return {name: one.result() for name, one in running.items()}
+
+    def run(self, name: str, options: dict[str, Any], kills: Kills, delay_s: float) -> Trial:
         """Run a trial to its end; kill -9 a role's first process some seconds after the first step."""
+        time.sleep(delay_s)
         given = {
             **OPTIONS,
             "trial_name": name,
             "cluster.fileroot": self.folder / "trials",
             "actor.path": self.folder / "base",
             "train_dataset.path": self.folder / "task" / "train.jsonl",
-            "launcher.type": "local",
             **options,
         }
-        done = hpc_rl(
-            "submit", "--json", *(f"{key}={value}" for key, value in given.items()), cwd=self.folder
-        )
+        words = (f"{key}={value}" for key, value in given.items())
+        done = hpc_rl("submit", "--json", *words, cwd=self.folder)
         trial = Trial(Path(json.loads(done.stdout)["dir"]))
-        began = self._wait(trial, lambda: load_history(trial).steps)[0]["time"]
+        began = wait_for(trial, lambda: load_history(trial).steps)[0]["time"]
         for seconds, role in kills:
             time.sleep(max(0.0, began + seconds - time.time()))
             kill_newest(trial, role)
-        self._wait(trial, lambda: end_of(trial))
+        wait_for(trial, lambda: find_times(trial)[1])
+        print(name, json.dumps(measure(trial)), flush=True)
         return trial
 
-    def _wait(self, trial: Trial, get: Any) -> Any:
-        deadline = time.monotonic() + extend(600)
-        while not (found := get()):
-            assert time.monotonic() < deadline, f"{trial.dir} does not get on"
-            time.sleep(0.2)
-        return found
+
+def wait_for(trial: Trial, get: Callable[[], Any]) -> Any:
+    """Return what `get` returns, as soon as that is true."""
+    deadline = time.monotonic() + extend(600)
+    while not (found := get()):
+        assert time.monotonic() < deadline, logs_of(trial)
+        time.sleep(0.2)
+    return found
 
 
 def kill_newest(trial: Trial, role: str) -> None:
@@ -137,98 +172,98 @@ def kill_newest(trial: Trial, role: str) -> None:
         os.kill(load_object(newest)["pid"], signal.SIGKILL)
 
 
-def end_of(trial: Trial) -> float | None:
-    """Return the time at which the job script of the only job ended."""
-    for path in trial.jobs.glob("*.state"):
-        for line in path.read_text().splitlines():
-            if '"ended"' in line:
-                return float(json.loads(line)["time"])
-    return None
-
-
-def begin_of(trial: Trial) -> float:
-    lines = [
-        json.loads(line) for path in trial.jobs.glob("*.state") for line in path.read_text().splitlines()
-    ]
-    return float(min(line["time"] for line in lines))
+def find_times(trial: Trial) -> tuple[float, float | None]:
+    """Return the times at which the script of the only job began and ended, the latter if it has."""
+    lines = [one for path in trial.jobs.glob("*.state") for one in load_job_state(trial, path.stem)]
+    ends = [one.time for one in lines if one.event is JobEvent.ENDED]
+    return min((one.time for one in lines), default=0.0), max(ends, default=None)
 
 
 def measure(trial: Trial) -> dict[str, Any]:
     """Return what the simulator predicts, from the files of a trial."""
-    history, makespan_s = load_history(trial), (end_of(trial) or 0.0) - begin_of(trial)
-    ages: dict[int, int] = {}
+    history, (begun, ended) = load_history(trial), find_times(trial)
+    makespan_s = (ended or 0.0) - begun
+    ages: Counter[int] = Counter()
     for seal in load_seals(trial.rollout).values():
-        for age, count in seal.staleness.items():
-            ages[age] = ages.get(age, 0) + count
-    total = sum(ages.values()) or 1
-    tokens = sum(row["num_tokens"] for row in history.steps)
-    steady = [row["step_s"] for row in history.steps[1:]]
+        ages.update(seal.staleness)
+    total = ages.total() or 1
     later = history.steps[len(history.steps) // 4 :]
-    steady_s = later[-1]["time"] - later[0]["time"]
+    names = ("wait_s", "train_s", "publish_s", "save_s")
     return {
         "makespan_s": makespan_s,
-        "tokens_per_s": tokens / makespan_s,
-        "steady_tokens_per_s": sum(row["num_tokens"] for row in later[1:]) / steady_s,
-        "step_s": statistics.fmean(steady),
+        "tokens_per_s": sum(row["num_tokens"] for row in history.steps) / makespan_s,
+        "steady_tokens_per_s": sum(row["num_tokens"] for row in later[1:])
+        / (later[-1]["time"] - later[0]["time"]),
+        "step_s": statistics.fmean(row["step_s"] for row in history.steps[1:]),
         "staleness": {str(age): count / total for age, count in sorted(ages.items())},
+        "parts_s": {n: statistics.fmean(row.get(n, 0.0) for row in history.steps[1:]) for n in names},
+        "first_row_s": history.steps[0]["time"] - begun,
     }
 
 
-def predict(trial: Trial, costs: Any, kills: tuple[tuple[float, str], ...]) -> dict[str, Any]:
-    """Simulate the configuration of a trial. Kills count from the first row, as in the trial."""
-    config = from_dict(load_object(trial.config_json))
-    setup = make_setup(config, Plan.from_json(load_object(trial.plan_json)))
-    plain = run(setup, costs)
-    first_row_s = plain.first_row_s
+def predict(trial: Trial, measured: Sequence[Trial], kills: Kills) -> dict[str, Any]:
+    """Return what `hpc-rl simulate --from` predicts. Kills count from the first row, as in the trial."""
+    case = make_case(prepare.load_stored(trial, []), measured)
+    first_row_s = run(case.setup, case.costs).first_row_s
     faults = Faults(kills=tuple(Kill(at_s=first_row_s + seconds, role=role) for seconds, role in kills))
-    results = [run(setup, costs, faults, seed) for seed in range(5)]
-    middle = sorted(results, key=lambda one: one.makespan_s)[2]
+    results = sorted(
+        (run(case.setup, case.costs, faults, seed) for seed in range(NUM_DRAWS)),
+        key=lambda one: one.makespan_s,
+    )
+    middle: Result = results[len(results) // 2]
+    names = ("makespan_s", "tokens_per_s", "step_s", "parts_s")
     found = middle.to_json()
-    return {name: found[name] for name in ("makespan_s", "tokens_per_s", "step_s", "staleness", "parts_s")}
+    return {name: found[name] for name in names} | {
+        "staleness": found["staleness"],
+        "steady_tokens_per_s": middle.steady_tokens_per_s,
+        "first_row_s": middle.first_row_s,
+    }
 
 
-def compare(measured: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
+def compare(measured: dict[str, Any], predicted: dict[str, Any], kills: Kills) -> dict[str, float]:
     """Return relative errors; of the histograms half the sum of the differences of the shares."""
-    errors = {name: predicted[name] / measured[name] - 1 for name in ("makespan_s", "tokens_per_s", "step_s")}
+    names = ["makespan_s", "tokens_per_s", "step_s"]
+    if not kills:  # else a restart is a part of what would be steady
+        names.append("steady_tokens_per_s")
     ages = measured["staleness"].keys() | predicted["staleness"].keys()
-    apart = (abs(measured["staleness"].get(a, 0) - predicted["staleness"].get(a, 0)) for a in ages)
-    return {**errors, "staleness": sum(apart) / 2}
+    apart = sum(abs(measured["staleness"].get(a, 0) - predicted["staleness"].get(a, 0)) for a in ages) / 2
+    return {**{name: predicted[name] / measured[name] - 1 for name in names}, "staleness": apart}
 
 
 def run_trials(workplace: Workplace, only: list[str]) -> dict[str, Any]:
-    trials: dict[str, Trial] = {}
-    wanted = {**MEASURED, **PREDICTED}
-    for name, (options, kills) in wanted.items():
-        if not only or name in only:
-            trials[name] = workplace.run(name, options, kills)
-            print(name, measure(trials[name]), flush=True)
+    """Return measurements, predictions and errors of each trial, and the costs."""
+    wanted = {name: one for name, one in (MEASURED | PREDICTED).items() if not only or name in only}
+    trials = workplace.run_all(wanted)
+    sources = [trial for name, trial in trials.items() if name in MEASURED]
     rows = {}
-    costs = calibrate([trial for name, trial in trials.items() if name in MEASURED])
     for name, trial in trials.items():
-        measured, predicted = measure(trial), predict(trial, costs, wanted[name][1])
-        row = {"measured": measured, "predicted": predicted, "errors": compare(measured, predicted)}
-        rows[name] = row | {"calibrates": name in MEASURED}
-        print(name, json.dumps(row["errors"]), flush=True)
-    values = {name: getattr(costs, name) for name in costs.origins if name != "lengths"}
-    return {"trials": rows, "costs": values}
+        measured, predicted = measure(trial), predict(trial, sources, wanted[name][1])
+        errors = compare(measured, predicted, wanted[name][1])
+        row = {"calibrates": name in MEASURED, "options": wanted[name][0], "kills": wanted[name][1]}
+        rows[name] = row | {"measured": measured, "predicted": predicted, "errors": errors}
+        print(name, json.dumps({key: round(value, 3) for key, value in errors.items()}), flush=True)
+    new = [abs(error) for row in rows.values() if not row["calibrates"] for error in row["errors"].values()]
+    return {"trials": rows, "largest_error_of_the_predicted": max(new, default=None)}
 
 
 def run_splits(workplace: Workplace) -> dict[str, Any]:
-    """Return the rates of all splits, and the split that `tune` names after the first one."""
-    options: dict[str, Any] = {AGE: 2, ROOM: 48}
-    trials = {split: workplace.run(f"s{i}", {SPLIT: split, **options}) for i, split in enumerate(SPLITS)}
-    first = trials[SPLITS[0]]
-    done = hpc_rl("tune", first.dir, "--json", cwd=workplace.folder)
-    advice = {one["option"]: one["value"] for one in json.loads(done.stdout)["advice"]}
-    rates = {split: measure(trial)["steady_tokens_per_s"] for split, trial in trials.items()}
-    named = advice.get(SPLIT, SPLITS[0])
+    """Return the rates of all splits, and the split that `tune` names after the bad one."""
+    wanted = {f"s{number}": ({SPLIT: split, **OF_SPLITS}, ()) for number, split in enumerate(SPLITS)}
+    trials = dict(zip(SPLITS, workplace.run_all(wanted).values(), strict=True))
+    done = hpc_rl("tune", trials[BAD_SPLIT].dir, "--json", cwd=workplace.folder)
+    advice = json.loads(done.stdout)["advice"]
+    named = next((one["value"] for one in advice if one["option"] == SPLIT), BAD_SPLIT)
+    measured = {split: measure(trial) for split, trial in trials.items()}
+    predicted = {split: predict(trial, [trials[BAD_SPLIT]], ()) for split, trial in trials.items()}
+    rates = {split: one["steady_tokens_per_s"] for split, one in measured.items()}
     print(rates, "tune names", named, flush=True)
-    return {"rates": rates, "named": named, "of_best": rates[named] / max(rates.values())}
+    found = {"bad": BAD_SPLIT, "named": named, "of_best": rates[named] / max(rates.values())}
+    return {**found, "rates": rates, "advice": advice, "measured": measured, "predicted": predicted}
 
 
 def run_scale() -> dict[str, Any]:
-    """Return CPU seconds, memory and outcome of large simulations."""
-    rows = {}
+    """Return CPU seconds, memory and outcome of large simulations, and the load of the supervisor."""
+    rows: dict[int, Any] = {}
     for num_nodes in (100, 1_000, 10_000):
         ranks_nodes = num_nodes // 4
         prompts = max(64, 2 * num_nodes)
@@ -247,19 +282,17 @@ def run_scale() -> dict[str, Any]:
         )
         begun = time.process_time()
         found = run(setup, Costs(train_ranks=8 * ranks_nodes), Faults(mtbf_s=30 * 86400.0))
-        cpu_s, memory_mb = (
-            time.process_time() - begun,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        )
+        cpu_s = time.process_time() - begun
+        memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         rows[num_nodes] = {"cpu_s": cpu_s, "largest_memory_mb": memory_mb, **found.to_json()}
-        print(
-            num_nodes,
-            f"{cpu_s:.1f} s of CPU time, {memory_mb:.0f} MB",
-            found.steps,
-            found.node_failures,
-            flush=True,
-        )
-    return {"nodes": rows}
+        outcome = f"{found.steps} steps, {found.node_failures} failures"
+        print(f"{num_nodes} nodes: {cpu_s:.1f} s of CPU time, {memory_mb:.0f} MB, {outcome}", flush=True)
+    loads = {}
+    for num_nodes in rows:
+        with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+            loads[num_nodes] = measure_apart("supervisor", Path(folder), num_nodes)
+        print(f"supervisor of {num_nodes} nodes: {json.dumps(loads[num_nodes])}", flush=True)
+    return {"simulations": rows, "supervisor": loads}
 
 
 def main() -> None:
@@ -268,17 +301,27 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("trials", "split", "scale"))
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--beside", type=int, default=1, metavar="N", help="trials that run at a time")
     parser.add_argument("--dir", type=Path, help="keep all files here")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     load_before = os.getloadavg()
-    with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
-        if args.what == "scale":
-            record = run_scale()
-        else:
-            workplace = Workplace(args.dir or Path(folder))
-            record = run_splits(workplace) if args.what == "split" else run_trials(workplace, args.only)
-    record["load"] = {"before": load_before, "after": os.getloadavg()}
+    if args.what == "scale":
+        record = run_scale()
+    else:
+        with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
+            workplace = Workplace((args.dir or Path(folder)).absolute(), args.beside)
+            with Cluster.private(find_or_fetch(), num_nodes=2 * args.beside, num_gpus=0) as cluster:
+                for name in [name for name in os.environ if name.startswith(LEAKS)]:
+                    del os.environ[name]
+                os.environ.update(cluster.client_env)
+                record = run_splits(workplace) if args.what == "split" else run_trials(workplace, args.only)
+                record["slurm"] = ".".join(map(str, cluster.slurm.version))
+    record |= {
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
+        "versions": {"hpc_rl": __version__, "python": platform.python_version()},
+        "load": {"before": load_before, "after": os.getloadavg()},
+    }
     if args.out:
         args.out.write_text(json.dumps(record, indent=2) + "\n")
 

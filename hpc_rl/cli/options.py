@@ -104,19 +104,20 @@ class CommandParser(ArgumentParser):
         self.epilog = f"{self.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(list_section_names())}"
 
 
-def _make_number_parser(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
-    """Return a parser of numbers of at least 0; its error names the allowed values."""
+def _make_number_parser(kind: Callable[[str], T], what: str, least: int = 0) -> Callable[[str], T]:
+    """Return a parser of numbers of at least `least`; its error names the allowed values."""
 
     def parse(text: str) -> T:
         with suppress(ValueError):
-            if 0 <= (number := kind(text)) < math.inf:
+            if least <= (number := kind(text)) < math.inf:
                 return number
-        raise argparse.ArgumentTypeError(f"{text} can't be used; allowed: {what}, at least 0")
+        raise argparse.ArgumentTypeError(f"{text} can't be used; allowed: {what}, at least {least}")
 
     return parse
 
 
 Count = _make_number_parser(int, "an integer")
+PositiveCount = _make_number_parser(int, "an integer", least=1)
 Seconds = _make_number_parser(float, "a number of seconds")
 
 

@@ -4,7 +4,15 @@ import argparse
 import re
 from pathlib import Path
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, align_columns, print_json
+from hpc_rl.cli.options import (
+    CommandParser,
+    Count,
+    Namespace,
+    PositiveCount,
+    Seconds,
+    align_columns,
+    print_json,
+)
 from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import write_atomic
@@ -74,7 +82,7 @@ def make_parser() -> CommandParser:
     made.add_argument("--from", dest="measured", action="append", default=[], metavar="TRIAL", help=origin)
     add_faults(made)
     draws = "number of simulations, with other luck and other costs (default: 5)"
-    made.add_argument("--draws", type=Count, default=5, metavar="N", help=draws)
+    made.add_argument("--draws", type=PositiveCount, default=5, metavar="N", help=draws)
     html = "write a map of the throughput over nodes and splits to one HTML file"
     made.add_argument("--html", metavar="FILE", help=html)
     made.add_json("predictions, their ranges and all costs")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hpc_rl.cli.options import CommandParser, Count, Namespace, align_columns, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, PositiveCount, align_columns, print_json
 from hpc_rl.cli.simulate import add_faults, make_faults
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import write_atomic
@@ -36,7 +36,7 @@ def make_parser() -> CommandParser:
     made.add_trial()
     add_faults(made)
     draws = f"number of draws of the costs (default: {NUM_DRAWS})"
-    made.add_argument("--draws", type=Count, default=NUM_DRAWS, metavar="N", help=draws)
+    made.add_argument("--draws", type=PositiveCount, default=NUM_DRAWS, metavar="N", help=draws)
     made.add_argument(
         "--apply", metavar="FILE|NAME", help="write the options to FILE.yaml, or fork the trial"
     )
@@ -49,9 +49,7 @@ def main(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     case = make_case(prepare.load_stored(trial, []), [trial])
     faults = make_faults(args)
-    found = tune(
-        case.setup, case.plan.allocation, case.costs, faults, case.list_splits, num_draws=max(1, args.draws)
-    )
+    found = tune(case.setup, case.plan.allocation, case.costs, faults, case.list_splits, num_draws=args.draws)
     now = run(case.setup, case.costs, faults)
     chosen = [one for one in found if args.learning or not one.changes_learning]
     if args.json:

@@ -94,7 +94,21 @@ def collect(trial: Trial) -> Evidence:
     for entry in list_entries(trial.attempts):
         if AttemptId.parse(entry.name) is not None:
             _read_attempt(trial.attempt(entry.name), found)
+    for folder in (trial.attempts, trial.server_attempts):  # the latter of layout jobs
+        for path in folder.glob("*/use/server-*.json"):
+            _add_use(load_object(path), found)
     return found
+
+
+def _add_use(use: dict[str, Any], found: Evidence) -> None:
+    if not all(is_number(use.get(name)) for name in ("busy_s", "request_s", "requests")):
+        return
+    found.busy_s += use["busy_s"]
+    found.request_s += use["request_s"]
+    found.requests += use["requests"]
+    sums = use.get("decode")
+    if isinstance(sums, list) and len(sums) == len(found.decode) and all(map(is_number, sums)):
+        found.decode = [total + one for total, one in zip(found.decode, sums, strict=True)]
 
 
 def _read_groups(trial: Trial) -> tuple[list[list[int]], float | None, float]:
@@ -123,15 +137,6 @@ def _read_groups(trial: Trial) -> tuple[list[list[int]], float | None, float]:
 
 
 def _read_attempt(attempt: Attempt, found: Evidence) -> None:
-    for path in attempt.dir.glob("use/server-*.json"):
-        use = load_object(path)
-        if all(is_number(use.get(name)) for name in ("busy_s", "request_s", "requests")):
-            found.busy_s += use["busy_s"]
-            found.request_s += use["request_s"]
-            found.requests += use["requests"]
-            sums = use.get("decode")
-            if isinstance(sums, list) and len(sums) == len(found.decode) and all(map(is_number, sums)):
-                found.decode = [total + one for total, one in zip(found.decode, sums, strict=True)]
     events = load_events(attempt)
     files = dict(list_metric_files(attempt))
     lines = [one for one in load_job_state(attempt.trial, attempt.job_id) if one.restart == attempt.restart]

@@ -87,8 +87,9 @@ def make_case(loaded: Loaded, measured: Sequence[Trial] = ()) -> Case:
     planned = judge(loaded, frozenset({Stage.OPTIONS})).require()
     config = planned.loaded.config
     if not isinstance(config, GRPOConfig) or not has_trainer(config):
-        why, use = "needs no servers beside a trainer", "simulate a grpo configuration that trains"
-        raise ConfigError(Refusal(option="trainer", kind=Kind.UNSUPPORTED, why=why, use=use))
+        why, use = "has no servers beside a trainer", "simulate a grpo configuration that trains"
+        trainer = planned.plan.trainer
+        raise ConfigError(Refusal(option="trainer", value=trainer, kind=Kind.UNSUPPORTED, why=why, use=use))
     plan = planned.plan
     has_rows = Path(config.train_dataset.path).expanduser().exists()
     known = needs.find_known_models(config)

@@ -53,6 +53,11 @@ def test_durations(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
+def test_no_draws_are_a_usage_error(config, capsys):
+    assert main(["simulate", str(config), "--draws", "0"]) == ExitCode.USAGE
+    assert "an integer, at least 1" in capsys.readouterr().err
+
+
 def test_a_wrong_duration_is_a_usage_error(config, capsys):
     assert main(["simulate", str(config), "--mtbf", "soon"]) == ExitCode.USAGE
     assert "30d, 12h, 5m or 90s" in capsys.readouterr().err

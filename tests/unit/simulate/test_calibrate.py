@@ -92,3 +92,14 @@ def test_one_level_of_load_is_divided_as_the_defaults_would(tmp_path):
     )
     assert costs.origins["decode_s"].endswith("at one level of load")
     assert fit_decode([100.0, 400.0, 1600.0, 5.0, 20.0]) is None and fit_decode([0.0] * 5) is None
+
+
+def test_servers_of_other_jobs_count_too(tmp_path):
+    trial = make_trial(tmp_path, "one", ranks=1)
+    path = trial.attempt("job.0").server_use(0, 0)
+    other = trial.server_attempts / "8_0.0" / "use" / path.name
+    other.parent.mkdir(parents=True)
+    path.rename(other)
+    assert calibrate([trial]).origins["decode_s"].startswith("20 requests")
+    other.write_text('{"busy_s": 1.0, "requ')
+    assert calibrate([trial]).origins["decode_s"].startswith("10 requests"), "a torn file is left out"
