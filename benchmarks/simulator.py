@@ -55,7 +55,7 @@ from hpc_rl.stats.read import load_history  # noqa: E402
 from hpc_rl.trials import prepare  # noqa: E402
 
 Kills = tuple[tuple[float, str], ...]  # seconds after the first row of metrics, role
-STEPS = 30
+STEPS = 24
 NUM_DRAWS = 5
 OPTIONS = {
     "experiment_name": "simulated",
@@ -106,7 +106,7 @@ PREDICTED: dict[str, tuple[dict[str, Any], Kills]] = {
 SPLITS = tuple(f"embedded:d{count}+fsdp:d{6 - count}" for count in (2, 3, 4, 5))
 BAD_SPLIT = SPLITS[-1]
 OF_SPLITS: dict[str, Any] = {
-    "total_train_steps": 16,
+    "total_train_steps": 14,
     AGE: 2,
     ROOM: 48,
     "train_dataset.batch_size": 24,

@@ -50,16 +50,19 @@ class Case:
     median: int  # tokens, fitted to SYNC_STEP_S
 
 
-# At less than 2 ms an H100 can't read the weights and start the kernels of 28 layers; at more than 4 ms the
+# At less than 2 ms a GPU can hardly read the weights and start the kernels of all layers; at more than 4 ms the
 # longest completion alone takes nearly the published time of a step.
 CASES = (
     Case(512, 0.6, 0.002, 13490),
-    Case(512, 0.6, 0.004, 3736),
+    Case(512, 0.6, 0.003, 7285),
+    Case(512, 0.6, 0.004, 3759),
     Case(512, 1.0, 0.002, 11763),
+    Case(512, 1.0, 0.003, 5303),
     Case(512, 1.0, 0.004, 1361),
     Case(128, 0.6, 0.004, 7538),
     Case(128, 1.0, 0.004, 5173),
 )
+SPEEDS = (0.002, 0.003, 0.004)
 
 
 def make_costs(case: Case, devices: int) -> Costs:
