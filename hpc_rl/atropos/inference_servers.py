@@ -138,7 +138,7 @@ class InferenceServers:
         answers = await self._request_in_parts("native", "/generate", part, n, evaluate)
         return [_parse_turn(turn) for answer in answers for turn in _split_native_answers(answer)]
 
-    def set_weight(self, weight: float) -> None:
+    def change_weight(self, weight: float) -> None:
         """Use only this share of each server's request limit, because others use the server too."""
         for server in self.servers:
             server.weight = weight

@@ -128,10 +128,10 @@ def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
             raise MalformedRequest("body", "must be a list of groups")
         return await api.take(bodies, request.headers.get("Idempotency-Key", ""), content, is_connected)
 
-    async def scored_data(request: web.Request) -> dict[str, Any]:
+    async def post_scored_data(request: web.Request) -> dict[str, Any]:
         return (await take(request, is_list=False))[0]
 
-    async def scored_data_list(request: web.Request) -> dict[str, Any]:
+    async def post_scored_data_list(request: web.Request) -> dict[str, Any]:
         answers = await take(request, is_list=True)
         result: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
         buffered = [answer["buffer_size"] for answer in answers if answer["status"] == "buffered"]
@@ -148,8 +148,8 @@ def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
         return {name: api.latest.get(name, empty.get(name)) for name in GROUP_FIELDS}
 
     return [
-        web.post("/scored_data", _answer_errors(scored_data)),
-        web.post("/scored_data_list", _answer_errors(scored_data_list)),
+        web.post("/scored_data", _answer_errors(post_scored_data)),
+        web.post("/scored_data_list", _answer_errors(post_scored_data_list)),
         web.get("/latest_example", _answer_errors(latest_example)),
     ]
 

@@ -70,7 +70,7 @@ class Serving:
         try:
             while not self._stopping.is_set() and not self.workers.idle:
                 status = await self._api.status(self._registration.env_id)
-                self.environment.servers.set_weight(status.env_weight)
+                self.environment.servers.change_weight(status.env_weight)
                 self._note_step(status.current_step)
                 if self._is_finished(status):
                     break

@@ -13,7 +13,7 @@ from hpc_rl.core.refusal import Kind, Refusal
 OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
 
 
-def set_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOConfig, dict[str, str]]:
+def fill_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOConfig, dict[str, str]]:
     """Return the configuration with the defaults of the algorithm, and option -> why its default changed.
 
     An option of AReaL selects its algorithm and changes no other default. A name in `actor.algorithm` sets
@@ -67,7 +67,7 @@ def make_set_config(config: GRPOConfig, name: str) -> GRPOConfig:
             config = replace_value(config, ["actor", key], own.pop(key))
             given.add(f"actor.{key}")
     config = replace_value(config, ARGS.split("."), own)
-    return set_defaults(config, given)[0]
+    return fill_defaults(config, given)[0]
 
 
 def list_algorithms(config: GRPOConfig) -> Iterator[tuple[str, GRPOConfig]]:

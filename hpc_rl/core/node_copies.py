@@ -154,13 +154,13 @@ def _list_files(source: Path) -> _Files:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
-def read_boot_id() -> str:
+def find_boot_id() -> str:
     """Return a text that identifies this boot of the node."""
     return _BOOT_ID.read_text().strip()
 
 
 def _hash_source(text: str) -> str:
-    return hashlib.blake2b((read_boot_id() + text).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b((find_boot_id() + text).encode(), digest_size=16).hexdigest()
 
 
 def _copy(source: Path, files: _Files, place: Path) -> None:

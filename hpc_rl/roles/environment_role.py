@@ -47,7 +47,7 @@ def serve_environment(context: role.Context) -> int:
         settings = make_environment_settings(context.config, name, url, context.tokens["data"])
         file = context.attempt.dir / f"environment-{context.index}.yaml"
         write_atomic(file, yaml.safe_dump(settings), mode=0o600)
-        code = _run_command(context, names, add_settings(shlex.split(command), str(file)), url)
+        code = _execute_command(context, names, add_settings(shlex.split(command), str(file)), url)
         if code == 0:
             logger.info("environment %s has finished", name)
             return ExitCode.DONE
@@ -66,7 +66,7 @@ def add_settings(command: list[str], file: str) -> list[str]:
     return [*command[:at], *option, *command[at:]]
 
 
-def _run_command(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:
+def _execute_command(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:
     """Return the exit code of the command; None if it was ended here, to stop or to restart it."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
     correct(environment, [urlsplit(url).hostname or ""])

@@ -56,7 +56,7 @@ def main() -> int:
         check_inputs(attempt, config)
         _wait_for_room(attempt)
         if attempt.is_server_task:
-            return _run_servers(attempt, plan, config, args.steps)
+            return _keep_servers_running(attempt, plan, config, args.steps)
         if plan.layout == "jobs":  # the servers run in other jobs
             plan = replace(plan, units=plan.list_units_on(plan.groups[0].nodes))
         own_steps = open_steps(args.steps, plan)
@@ -118,7 +118,7 @@ def _exit_code(error: HpcRlError) -> int:
     return error.exit_code
 
 
-def _run_servers(attempt: Attempt, plan: Plan, config: Config, kind: str) -> int:
+def _keep_servers_running(attempt: Attempt, plan: Plan, config: Config, kind: str) -> int:
     """Run the server nodes of one task of layout `jobs`; the task's number in the array selects them."""
     nodes = plan.list_server_tasks()[int(os.environ["HPC_RL_ARRAY_TASK"])]
     own = (plan.list_units_on(nodes), os.environ.get("HPC_RL_TRIAL_JOB", ""))

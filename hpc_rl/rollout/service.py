@@ -95,7 +95,7 @@ class RolloutService:
         self.batches.drop_trimmed(state.trimmed)
         # the last lineage that began new batches
         self._new_batches_of = state.new_batches.lineage if state.new_batches else -1
-        self.batches.set_aside(state.set_aside.values(), self._new_batches_of)
+        self.batches.move_aside(state.set_aside.values(), self._new_batches_of)
         self._notes_since = self._new_batches_of  # notes of prompts issued in older lineages do not count
         self.judged = Judged(folder)
         self.issued_again = 0  # prompts that the user's earlier code rejected
@@ -288,7 +288,7 @@ class RolloutService:
             self.ledger.append_base(make_base(state, new, bool(self.judged.changed)))
             await asyncio.to_thread(self.ledger.commit)
             state = self._load_state()
-            await asyncio.to_thread(self.batches.set_aside, state.set_aside.values(), lineage)
+            await asyncio.to_thread(self.batches.move_aside, state.set_aside.values(), lineage)
         self._bodies.clear()
         self.sequencer.restore(state)
         self._new_batches_of = lineage

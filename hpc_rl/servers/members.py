@@ -148,7 +148,7 @@ class Members:
         return f"the part of this replica at {url} is lost: {text or 'its process has ended'}"
 
     async def _ask_all(self, path: str, body: dict[str, Any]) -> None:
-        await run_all(*(self._ask(url, path, body) for url in self._urls))
+        await gather_calls(*(self._ask(url, path, body) for url in self._urls))
 
     async def _ask(self, url: str, path: str, body: dict[str, Any]) -> None:
         assert self._session is not None
@@ -169,7 +169,7 @@ def _describe(copy: ModelCopy, version: str) -> dict[str, str]:
     return {"folder": str(copy.folder), "version": version}
 
 
-async def run_all(*calls: Awaitable[Any]) -> None:
+async def gather_calls(*calls: Awaitable[Any]) -> None:
     """Wait for all calls; the first that fails cancels the others, and raises its error."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

@@ -23,7 +23,7 @@ from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.base import Answer, Backend, Receiver
 from hpc_rl.servers.client import DAMAGED_STATUS
-from hpc_rl.servers.members import Members, run_all
+from hpc_rl.servers.members import Members, gather_calls
 from hpc_rl.servers.wire import SendParts, make_refusal
 from hpc_rl.weight_files.model_copy import ModelCopy
 
@@ -140,7 +140,7 @@ class NodeBackend:
         at = self.copy.find_version()
         copy = self.copy if at is None or at <= version else self._make_older()
         own = asyncio.ensure_future(asyncio.to_thread(copy.bring_to, version))
-        await run_all(own, *([self.members.prepare(copy, label)] if self.members else []))
+        await gather_calls(own, *([self.members.prepare(copy, label)] if self.members else []))
         num_bytes = own.result()
         if num_bytes:  # no other replica of the node has done it
             form = "the server has copied weights %s to %s: %.3f GB in %.1f s"

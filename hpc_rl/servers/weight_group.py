@@ -76,7 +76,7 @@ class Bucket:
         return bucket
 
 
-async def run_in_thread(call: Callable[[], T]) -> T:
+async def start_in_thread(call: Callable[[], T]) -> T:
     """Return the result of a call that may block; a process can end while it blocks."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

@@ -80,7 +80,7 @@ def collect(trial: Trial) -> Evidence:
     plan, history = Plan.from_json(stored), load_history(trial)
     config = load_object(trial.config_json)
     trainer = next((unit for unit in plan.units if unit.role == "trainer"), None)
-    groups, prompt_tokens, generated = _read_groups(trial)
+    groups, prompt_tokens, generated = _load_groups(trial)
     found = Evidence(
         name=str(trial),
         ranks=trainer.num_tasks if trainer else 1,
@@ -93,7 +93,7 @@ def collect(trial: Trial) -> Evidence:
     )
     for entry in list_entries(trial.attempts):
         if AttemptId.parse(entry.name) is not None:
-            _read_attempt(trial.attempt(entry.name), found)
+            _load_attempt(trial.attempt(entry.name), found)
     for folder in (trial.attempts, trial.server_attempts):  # the latter of layout jobs
         for path in folder.glob("*/use/server-*.json"):
             _add_use(load_object(path), found)
@@ -111,7 +111,7 @@ def _add_use(use: dict[str, Any], found: Evidence) -> None:
         found.decode = [total + one for total, one in zip(found.decode, sums, strict=True)]
 
 
-def _read_groups(trial: Trial) -> tuple[list[list[int]], float | None, float]:
+def _load_groups(trial: Trial) -> tuple[list[list[int]], float | None, float]:
     """Return the lengths of the newest groups, the mean tokens of a prompt, and all generated tokens."""
     places = [
         (place, record)
@@ -136,7 +136,7 @@ def _read_groups(trial: Trial) -> tuple[list[list[int]], float | None, float]:
     return lengths, prompt_tokens, generated
 
 
-def _read_attempt(attempt: Attempt, found: Evidence) -> None:
+def _load_attempt(attempt: Attempt, found: Evidence) -> None:
     events = load_events(attempt)
     files = dict(list_metric_files(attempt))
     lines = [one for one in load_job_state(attempt.trial, attempt.job_id) if one.restart == attempt.restart]
@@ -167,7 +167,7 @@ def _measure_lengths(found: list[Evidence], costs: Costs) -> Costs:
         return costs
     origin = f"{len(lengths)} completions in the batch log"
     known = [one.prompt_tokens for one in found if one.prompt_tokens is not None]
-    return costs.measured(origin, lengths=lengths, prompt_tokens=fmean(known))
+    return costs.replace_measured(origin, lengths=lengths, prompt_tokens=fmean(known))
 
 
 def _measure_servers(found: list[Evidence], costs: Costs) -> Costs:
@@ -193,7 +193,7 @@ def _measure_servers(found: list[Evidence], costs: Costs) -> Costs:
         line = costs.decode_s * factor, costs.decode_sequence_s * factor
         origin += " at one level of load"
     # the prefill is part of the measured duration
-    return costs.measured(origin, decode_s=line[0], decode_sequence_s=line[1], prefill_token_s=0.0)
+    return costs.replace_measured(origin, decode_s=line[0], decode_sequence_s=line[1], prefill_token_s=0.0)
 
 
 def fit_decode(sums: Sequence[float]) -> tuple[float, float] | None:
@@ -223,7 +223,7 @@ def _measure_training(found: list[Evidence], costs: Costs) -> Costs:
     values: dict[str, Any] = {"train_s": line[0], "train_token_s": line[1], "train_ranks": ranks}
     if len({one.ranks for one in found}) > 1:
         values["train_scaling"] = 1.0  # the fit has several numbers of ranks
-    return costs.measured(origin, **values)
+    return costs.replace_measured(origin, **values)
 
 
 def _measure_steps(found: list[Evidence], costs: Costs) -> Costs:
@@ -253,7 +253,7 @@ def _measure_steps(found: list[Evidence], costs: Costs) -> Costs:
     evaluations = [row["eval_s"] for one in found for row in one.evaluations if is_number(row.get("eval_s"))]
     if evaluations:
         values["evaluate_s"] = median(evaluations)
-    return costs.measured(origin, **values)
+    return costs.replace_measured(origin, **values)
 
 
 def _measure_starts(found: list[Evidence], costs: Costs) -> Costs:
@@ -265,10 +265,12 @@ def _measure_starts(found: list[Evidence], costs: Costs) -> Costs:
         # the servers start beside the trainer; which of them was last is not known
         values = {"start_trainer_s": median(again or first), "start_server_s": median(first)}
         values |= {"load_s": 0.0, "start_rollout_s": min(median(first), costs.start_rollout_s)}
-        costs = costs.measured(f"{len(first) + len(again)} starts of a trainer", **values)
+        costs = costs.replace_measured(f"{len(first) + len(again)} starts of a trainer", **values)
     if job:
-        costs = costs.measured(f"{len(job)} starts of a job", start_job_s=median(job), start_step_s=0.0)
-    return costs.measured(f"{len(end)} ends of a trial", end_s=median(end)) if end else costs
+        costs = costs.replace_measured(
+            f"{len(job)} starts of a job", start_job_s=median(job), start_step_s=0.0
+        )
+    return costs.replace_measured(f"{len(end)} ends of a trial", end_s=median(end)) if end else costs
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:

@@ -89,7 +89,7 @@ class Costs:
         """Return the costs with completions of at most `max_new_tokens`."""
         return replace(self, lengths=tuple(min(one, max_new_tokens) for one in self.drawn_lengths))
 
-    def measured(self, origin: str, **values: Any) -> Costs:
+    def replace_measured(self, origin: str, **values: Any) -> Costs:
         """Return the costs with values of a known origin."""
         return replace(self, **values, origins={**self.origins, **dict.fromkeys(values, origin)})
 

@@ -85,7 +85,7 @@ class Fleet:
     def full_s(self) -> float:
         return sum(one.full_s for one in self.servers) / len(self.servers)
 
-    def set_up(self, num_up: int) -> None:
+    def resize(self, num_up: int) -> None:
         """Let `num_up` of the real servers be up; new ones have the newest weights."""
         target = round(num_up / self.weight)
         if num_up and not target:

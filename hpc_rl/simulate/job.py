@@ -96,7 +96,7 @@ class Life:
     def count_servers(self) -> None:
         """Tell the fleet how many servers serve, in all jobs."""
         own = len(self.attempt.serving) if self.attempt else 0
-        self.batches.fleet.set_up(own + self.server_jobs.num_serving)
+        self.batches.fleet.resize(own + self.server_jobs.num_serving)
 
     @property
     def has_servers(self) -> bool:

@@ -108,7 +108,7 @@ def adapt_costs(costs: Costs, config: GRPOConfig, plan: Plan, found: Estimate | 
         getattr(view_pool(config, name), backend), SEQUENCE_LIMITS[backend]
     )}  # fmt: skip
     if found is not None:
-        costs = costs.measured("the model's config.json", model_bytes=found.disk.weights)
+        costs = costs.replace_measured("the model's config.json", model_bytes=found.disk.weights)
         server = next((one for one in found.servers if one.pool == name), None)
         if server is not None:
             size = server.weight_bytes * server.units
@@ -120,4 +120,4 @@ def adapt_costs(costs: Costs, config: GRPOConfig, plan: Plan, found: Estimate | 
     if not known:
         return costs
     origin = min(known, key=lambda one: known[one])
-    return costs.measured(origin, server_sequences=known[origin])
+    return costs.replace_measured(origin, server_sequences=known[origin])

@@ -126,7 +126,7 @@ class ProgressWriter:
                 time.sleep(PROGRESS_S)
 
 
-async def run_episode(
+async def try_episode(
     config: GRPOConfig, timeout_s: float, scratch: bool, progress: ProgressWriter
 ) -> dict[str, Any]:
     """Return the outcome of one prompt: `trajectories`, or `error` and `trace`.
@@ -289,7 +289,7 @@ def main() -> int:
     try:
         if given["folder"]:
             config = use_tiny_models(config, Path(given["folder"]))
-        outcome = asyncio.run(run_episode(config, given["timeout_s"], bool(given["folder"]), progress))
+        outcome = asyncio.run(try_episode(config, given["timeout_s"], bool(given["folder"]), progress))
     except HpcRlError as error:
         outcome = {"error": str(error), "trace": ""}
     alarm.cancel()

@@ -42,7 +42,7 @@ def main() -> int:
     # A SIGTERM is handled like an interrupt: the trial must not be left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run(METHODS[args.method], args.dir.absolute(), args.seed, args.only_prepare, overrides)
+        run_quickstart(METHODS[args.method], args.dir.absolute(), args.seed, args.only_prepare, overrides)
     except KeyboardInterrupt:
         print("hpc-rl quickstart: interrupted", file=sys.stderr)
         return ExitCode.KILLED_BY_PERSON
@@ -54,7 +54,7 @@ def main() -> int:
     return 0
 
 
-def run(method: Method, here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None:
+def run_quickstart(method: Method, here: Path, seed: int, only_prepare: bool, overrides: list[str]) -> None:
     started = time.monotonic()
     prepare(method, here, seed)
     if only_prepare:

@@ -160,7 +160,7 @@ def _import_module(place: str) -> ModuleType:
         ) from error
 
 
-async def run(args: Any, cls: type[Environment]) -> int:
+async def serve_environment(args: Any, cls: type[Environment]) -> int:
     """Run one action; return the exit code."""
     settings = make_settings(args)
     stopping = asyncio.Event()
@@ -212,7 +212,7 @@ def main(argv: list[str]) -> int:
     log.configure("environment", "")
     try:
         args = parse(argv)
-        return asyncio.run(run(args, load_environment(args.environment)))
+        return asyncio.run(serve_environment(args, load_environment(args.environment)))
     except ArgumentError as error:
         print(f"hpc-rl env: {error}", file=sys.stderr)
         return ExitCode.USAGE

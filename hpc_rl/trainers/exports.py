@@ -29,7 +29,7 @@ from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.weight_files.chain import read_chain
+from hpc_rl.weight_files.chain import load_chain
 from hpc_rl.weight_files.model_copy import build_model
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Exports:
         def write() -> None:
             temporary, version = begin(folder), WeightVersion.parse(record["version"])
             try:
-                build_model(temporary, self.trial.weights, read_chain(self.trial.weights, version))
+                build_model(temporary, self.trial.weights, load_chain(self.trial.weights, version))
             except Damaged as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 logger.error("EXPORT FAILED: the weights of step %d can't be rebuilt: %s", step, error)

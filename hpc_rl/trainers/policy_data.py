@@ -266,12 +266,14 @@ class PolicyData:
             return Known(None, None)
         own = reference = None
         if recomputed is not None and (self.recomputes or not all(row.has_logprobs for row in rows)):
-            own = self._run_model(self.run.engine, rows, recomputed)
+            own = self._compute_model(self.run.engine, rows, recomputed)
         if self.reference is not None:
-            reference = self._run_model(self.reference, rows, numbers)
+            reference = self._compute_model(self.reference, rows, numbers)
         return Known(own, reference)
 
-    def _run_model(self, engine: Scorer, rows: list[Trajectory], numbers: list[int]) -> dict[int, np.ndarray]:
+    def _compute_model(
+        self, engine: Scorer, rows: list[Trajectory], numbers: list[int]
+    ) -> dict[int, np.ndarray]:
         columns = {"loss_mask": [rows[i].loss_mask for i in numbers]}
         temperature = self.algorithm.logprob_temperature
         if temperature is None:
@@ -329,7 +331,7 @@ class PolicyData:
         if kept is not None:
             columns["kept_mask"] = [kept[i] for i in part]
             if self.actor.loss_aggregation == "sequence_mean":
-                columns["kept_scale"] = [self._kept_scale(rows[i], kept[i]) for i in part]
+                columns["kept_scale"] = [self._compute_kept_scale(rows[i], kept[i]) for i in part]
         taught = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
         if self.has_teacher and len(taught) == len(rows):
             columns["teacher"] = [taught[i] for i in part]
@@ -344,7 +346,7 @@ class PolicyData:
             columns["weights"] = [self._token_weights(rows[i]) for i in part]
         return Sequences([rows[i].ids for i in part], columns)
 
-    def _kept_scale(self, row: Trajectory, kept: np.ndarray) -> np.ndarray:
+    def _compute_kept_scale(self, row: Trajectory, kept: np.ndarray) -> np.ndarray:
         """Return the factor by which fewer tokens weigh more in the mean of a completion."""
         return np.full(len(row.ids), row.loss_mask.sum() / max(1, kept.sum()), np.float32)
 

@@ -13,12 +13,12 @@ from hpc_rl.core.holds import APPEAR_S, hold_entry
 from hpc_rl.core.steps import format_ranges, join_steps
 from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, write_json
 from hpc_rl.core.types import WeightVersion
-from hpc_rl.weight_files.chain import VersionIndex, find_rebuildable, read_chain, read_indices
+from hpc_rl.weight_files.chain import VersionIndex, find_rebuildable, load_chain, load_indices
 
 
 def list_versions(trial: Trial) -> list[VersionIndex]:
     """Return the published versions that can be rebuilt, oldest first. Reads every index, but no values."""
-    indices = read_indices(trial.weights)
+    indices = load_indices(trial.weights)
     return [indices[version] for version in sorted(find_rebuildable(indices))]
 
 
@@ -58,7 +58,7 @@ def hold_chain(trial: Trial, version: WeightVersion, why: str) -> Iterator[None]
         deadline = time.monotonic() + APPEAR_S
         while True:
             try:
-                read_chain(trial.weights, version)
+                load_chain(trial.weights, version)
                 break
             except Damaged:  # the trainer may have begun a removal before the hold; it puts the files back
                 if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ def write_export(trial: Trial, version: WeightVersion, target: Path) -> None:
     """
     from hpc_rl.weight_files.model_copy import build_model
 
-    build_model(target, trial.weights, read_chain(trial.weights, version))
+    build_model(target, trial.weights, load_chain(trial.weights, version))
     for path in target.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

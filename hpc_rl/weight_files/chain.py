@@ -143,7 +143,7 @@ def _split_chains(indices: Indices) -> Iterator[list[WeightVersion]]:
     yield from (chains[start] for start in sorted(chains))
 
 
-def read_chain(
+def load_chain(
     folder: Path, version: WeightVersion, known: WeightVersion | None = None
 ) -> list[VersionIndex]:
     """Read the indices of the versions to apply in order to reach a version.
@@ -163,7 +163,7 @@ def read_chain(
     return chain[::-1]
 
 
-def read_indices(folder: Path) -> dict[WeightVersion, VersionIndex]:
+def load_indices(folder: Path) -> dict[WeightVersion, VersionIndex]:
     """Read the index of every complete version in a directory."""
     indices: dict[WeightVersion, VersionIndex] = {}
     for name in os.listdir(folder) if folder.is_dir() else ():

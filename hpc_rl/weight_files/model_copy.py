@@ -29,11 +29,11 @@ import numpy as np
 
 from hpc_rl.core import adapters
 from hpc_rl.core.errors import Damaged
-from hpc_rl.core.node_copies import read_boot_id
+from hpc_rl.core.node_copies import find_boot_id
 from hpc_rl.core.trial import load_object, write_atomic
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.chain import MODEL_FOLDER, VersionIndex, load_rank, read_chain
+from hpc_rl.weight_files.chain import MODEL_FOLDER, VersionIndex, load_chain, load_rank
 from hpc_rl.weight_files.difference import DTYPE_BYTES, Rectangle
 
 WEIGHTS_NAME = "model.safetensors"
@@ -184,18 +184,18 @@ class ModelCopy:
                 return 0
             if at is not None and at > version:
                 raise ValueError(f"the copy on this node has version {at}, which is newer than {version}")
-            chain = read_chain(self.versions, version, at)
+            chain = load_chain(self.versions, version, at)
             self._state.unlink(missing_ok=True)
             if chain[0].base is not None:
                 try:
                     ModelFile(find_weights_file(self.model)).apply(self.versions, chain)
                 except (Damaged, FileNotFoundError):
-                    chain = read_chain(self.versions, version)
+                    chain = load_chain(self.versions, version)
             if chain[0].base is None:
                 self.model.mkdir(exist_ok=True)
                 build_model(self.model, self.versions, chain)
             write_atomic(
-                self._state, json.dumps({"version": str(version), "boot": read_boot_id()}), durable=False
+                self._state, json.dumps({"version": str(version), "boot": find_boot_id()}), durable=False
             )
             return sum(index.stored_bytes for index in chain)
 
@@ -203,7 +203,7 @@ class ModelCopy:
         """Return the version of the copy; None if there is none, or if it was not finished."""
         state = load_object(self._state)
         # after a crash of the node, its disk may lack the last writes
-        return WeightVersion.parse(state["version"]) if state.get("boot") == read_boot_id() else None
+        return WeightVersion.parse(state["version"]) if state.get("boot") == find_boot_id() else None
 
     @contextlib.contextmanager
     def hold(self, version: WeightVersion) -> Iterator[Path]:

@@ -123,7 +123,7 @@ class History:
         older_than: WeightVersion | None,
     ) -> tuple[list[str], int]:
         """Remove what neither `list_needed` names nor the budget keeps; return it, and the freed bytes."""
-        found, indices = self._read()
+        found, indices = self._load()
         rebuildable = find_rebuildable(indices)
         broken = {version: index for version, index in indices.items() if version not in rebuildable}
 
@@ -153,7 +153,7 @@ class History:
             self._write_summary(left, rebuildable)
         return [str(version) for version in hidden], freed
 
-    def _read(self) -> tuple[list[WeightVersion], dict[WeightVersion, VersionIndex]]:
+    def _load(self) -> tuple[list[WeightVersion], dict[WeightVersion, VersionIndex]]:
         """Return the versions on disk and the indices of complete ones. Raises OSError."""
         found, known = [], {}
         for entry in list_entries(self.trial.weights):

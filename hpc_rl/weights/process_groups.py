@@ -26,7 +26,7 @@ from hpc_rl.core.errors import HpcRlError
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.servers.client import BUCKET_S, JOIN_S, HttpServerClient, PauseMode
-from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, run_in_thread
+from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, start_in_thread
 
 logger = logging.getLogger(__name__)
 JOIN_WAIT_S = 5.0  # a publication waits so long for servers that are joining
@@ -156,7 +156,7 @@ class ProcessGroups:
             store = self._store = self._store or open_store(self._address, STORE_S)
             place: dict[str, Any] = {"backend": backend, "device": self._device, "address": self._address}
             open_group = partial(WeightGroup, store, 0, size, name, timeout_s=JOIN_S, **place)
-            opening = asyncio.ensure_future(run_in_thread(open_group))
+            opening = asyncio.ensure_future(start_in_thread(open_group))
             async with asyncio.timeout(1.5 * JOIN_S):
                 await client.join_group(name, (self._address, store.port), size, backend)
                 group = await asyncio.shield(opening)
@@ -203,7 +203,7 @@ class _Sending:
                 placed = {"cpu": flat}
                 if any(member.group.device.type == "cuda" for member in self.live.values()):
                     copy = partial(self.owner.copy_to_gpu, flat)
-                    placed["cuda"] = await run_in_thread(copy)
+                    placed["cuda"] = await start_in_thread(copy)
                 await self._for_each(partial(self._send, index, placed))
                 if not self.live:
                     return
@@ -212,7 +212,7 @@ class _Sending:
             await asyncio.wait([loading])
 
     def _load(self, index: int) -> asyncio.Future[torch.Tensor]:
-        return asyncio.ensure_future(run_in_thread(partial(self.source.load, index)))
+        return asyncio.ensure_future(start_in_thread(partial(self.source.load, index)))
 
     async def _for_each(self, act: Callable[[Member], Awaitable[None]]) -> None:
         """Act on all live servers at once; leave out servers that fail."""
@@ -241,7 +241,7 @@ class _Sending:
         try:
             # the first transfer of NCCL connects, and waits for the server
             flat = placed[member.group.device.type]
-            work = await run_in_thread(partial(member.group.broadcast, flat))
+            work = await start_in_thread(partial(member.group.broadcast, flat))
             pause_s = LONGEST_POLL_S / 16
             while not work.is_completed():
                 if receiving.done():

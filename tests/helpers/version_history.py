@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.chain import VersionIndex, read_chain
+from hpc_rl.weight_files.chain import VersionIndex, load_chain
 from hpc_rl.weight_files.difference import Rectangle
 from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, ModelFile, build_model
 from hpc_rl.weight_files.rank_file import compare
@@ -111,7 +111,7 @@ def make_history(folder, seed, num_versions, lineage=0, first=1):
 def rebuild(trial, label, target):
     """Write the Hugging Face checkpoint of a published version into a directory; return the directory."""
     target.mkdir(parents=True, exist_ok=True)
-    build_model(target, trial.weights, read_chain(trial.weights, WeightVersion.parse(label)))
+    build_model(target, trial.weights, load_chain(trial.weights, WeightVersion.parse(label)))
     return target
 
 

@@ -14,7 +14,7 @@ from version_history import read_model, rebuild
 
 from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.weight_files.chain import read_indices
+from hpc_rl.weight_files.chain import load_indices
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "grpo.yaml"
@@ -75,7 +75,7 @@ def test_every_step_can_be_exported_as_the_server_had_it(tmp_path, dtype):
         watch.ending.set()
         watch.join(extend(30))
     assert len(watch.seen) > NUM_STEPS / 2, sorted(watch.seen)
-    indices = read_indices(trial.weights)
+    indices = load_indices(trial.weights)
     assert len(indices) == NUM_STEPS + 1
     if dtype == "bfloat16":
         assert sum(one.base is not None for one in indices.values()) > NUM_STEPS / 2

@@ -84,7 +84,7 @@ def _take_strategies(given: Settings, trained: str, done: RenamedSettings) -> tu
             continue
         found = {one: item for one, item in found.items() if one not in mine}
         done.replaced |= mine
-        kind, target = _read_strategy(name, mine, given)
+        kind, target = _parse_strategy(name, mine, given)
         wanted = ""
         if section in _BESIDE:
             wanted = (
@@ -104,7 +104,7 @@ def _take_strategies(given: Settings, trained: str, done: RenamedSettings) -> tu
     return found, is_colocated
 
 
-def _read_strategy(name: str, mine: Settings, given: Settings) -> tuple[str, str]:
+def _parse_strategy(name: str, mine: Settings, given: Settings) -> tuple[str, str]:
     """Return type and target of a strategy, a mapping or dotted names."""
     whole = follow_references(mine[name], given).value if name in mine else {}
     parts = dict(whole) if isinstance(whole, dict) else {}
@@ -317,10 +317,10 @@ def _convert_spec(
             done.idle["container_type is none"].append(full)
         else:
             to = row.servers if name.startswith(SERVERS) else row.trainer
-            _set_launcher(full, to, _convert_value(key, one), found, given, done)
+            _add_launcher(full, to, _convert_value(key, one), found, given, done)
 
 
-def _set_launcher(
+def _add_launcher(
     name: str, to: str, item: SourceValue, found: Settings, given: Settings, done: RenamedSettings
 ) -> None:
     """Set one option of `launcher`, unless it is given."""

@@ -161,7 +161,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
     notes: list[Refusal] = []
     adapted: dict[str, str] = {}
     if isinstance(config, GRPOConfig):
-        config, adapted = algorithm_defaults.set_defaults(config, explicit)
+        config, adapted = algorithm_defaults.fill_defaults(config, explicit)
     if not isinstance(config, GRPOConfig):
         kind = find_trainer(config)
         wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}

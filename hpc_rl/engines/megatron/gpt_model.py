@@ -175,7 +175,7 @@ class PolicyModel(GPTModel):
 
     def forward(self, batch: RankBatch, temperature: float) -> Any:
         """Return log-probabilities and entropies of wanted tokens [N]; hidden states on earlier stages."""
-        embedded = self._embed(batch) if self.pre_process else None
+        embedded = self._compute_embeddings(batch) if self.pre_process else None
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # recomputed layers get no gradients without one for their input
         turned_tc = torch.outer(batch.position_ids[0].float(), self.angles)
@@ -195,7 +195,7 @@ class PolicyModel(GPTModel):
         logprobs_n, entropy_n = self._numbers(hidden[:, 0][batch.source_n], batch.targets_n, at)
         return self._of_all_tokens(logprobs_n, batch), self._of_all_tokens(entropy_n, batch)
 
-    def _embed(self, batch: RankBatch) -> torch.Tensor:
+    def _compute_embeddings(self, batch: RankBatch) -> torch.Tensor:
         """Embed the tokens. As in transformers, the padding token gets no gradient."""
         embedded_t1H = self.embedding(batch.input_ids, batch.position_ids)
         if self.padding_id is None:

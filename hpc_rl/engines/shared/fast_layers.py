@@ -41,7 +41,7 @@ def install(hf: Any) -> None:
     """Give the layers of a model their faster forward passes."""
     for layer in hf.base_model.layers:
         layer.self_attn.forward = MethodType(_attend, layer.self_attn)
-        layer.mlp.forward = MethodType(_feed_forward, layer.mlp)
+        layer.mlp.forward = MethodType(_compute_mlp, layer.mlp)
         for module in (layer, layer.self_attn):
             for name in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"):
                 if (norm := getattr(module, name, None)) is not None:
@@ -49,7 +49,7 @@ def install(hf: Any) -> None:
     hf.base_model.norm.forward = MethodType(_normalize, hf.base_model.norm)
 
 
-def run_trunk(
+def compute_trunk(
     base: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None, **more: Any
 ) -> torch.Tensor:
     """Return the last hidden states [B, W, width] of a model with `install`ed layers.
@@ -97,7 +97,7 @@ def _attend(
     return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def _feed_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def _compute_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     gate, up = _multiply(module, _GATE_UP, hidden_states)
     return module.down_proj(F.silu(gate) * up)
 

@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         if rows is not None and self.hf.config._attn_implementation in attention.NAMES:
             more |= {"packed_rows": rows, "context_group": self.context_group}
         if self.has_fast_layers:
-            hidden = fast_layers.run_trunk(self.trunk(), input_ids, position_ids, **more)
+            hidden = fast_layers.compute_trunk(self.trunk(), input_ids, position_ids, **more)
         else:
             more |= {} if position_ids is None else {"position_ids": position_ids}
             hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state

@@ -130,7 +130,7 @@ class Batches:
             if path.stem.isdecimal() and int(path.stem) <= step:
                 path.unlink(missing_ok=True)
 
-    def set_aside(self, seals: Collection[Seal], lineage: int) -> None:
+    def move_aside(self, seals: Collection[Seal], lineage: int) -> None:
         """Move seals that a lineage dropped to `set-aside/<lineage>/`, with links to the segments they need.
 
         That folder has the form of `rollout/`.

@@ -34,7 +34,7 @@ def gain(lesson: Lesson, so_far: float) -> float:
     return difference if difference >= 0 else lesson.degradation_penalty_multiplier * difference
 
 
-def solved(lesson: Lesson, so_far: float) -> float:
+def reward_solution(lesson: Lesson, so_far: float) -> float:
     """Half of the score if the teaching changes nothing."""
     return 0.5 * lesson.taught if lesson.taught == lesson.baseline else 0.0
 
@@ -50,7 +50,12 @@ def leak(lesson: Lesson, so_far: float) -> float:
     return min(0.0, -so_far) if lesson.leaks else 0.0
 
 
-PARTS: dict[str, RewardPart] = {"gain": gain, "solved": solved, "efficiency": efficiency, "leak": leak}
+PARTS: dict[str, RewardPart] = {
+    "gain": gain,
+    "solved": reward_solution,
+    "efficiency": efficiency,
+    "leak": leak,
+}
 
 
 def load_parts(paths: Sequence[str]) -> dict[str, RewardPart]:

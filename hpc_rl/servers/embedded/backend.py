@@ -27,14 +27,14 @@ from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
-from hpc_rl.servers.embedded.changes import PreparedChanges, read_changes
+from hpc_rl.servers.embedded.changes import PreparedChanges, load_changes
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.given_tokens import compute_logprobs
 from hpc_rl.servers.embedded.receive import WeightReceiver
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
-from hpc_rl.servers.weight_group import run_in_thread
+from hpc_rl.servers.weight_group import start_in_thread
 from hpc_rl.servers.wire import (
     LOGPROBS,
     PART_S,
@@ -363,10 +363,10 @@ class EmbeddedBackend:
         return {"success": True, "message": "memory is taken when it is needed"}
 
     async def prepare_changes(self, folder: Path) -> None:
-        self._changes = await asyncio.to_thread(read_changes, folder, self.engine.model.dtype)
+        self._changes = await asyncio.to_thread(load_changes, folder, self.engine.model.dtype)
 
     async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
-        await run_in_thread(partial(self._arriving.join, body))
+        await start_in_thread(partial(self._arriving.join, body))
         return {"success": True, "message": "joined"}
 
     async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +379,7 @@ class EmbeddedBackend:
         return {"success": True, "message": "the next buckets are of one version"}
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
-        tensors = await run_in_thread(partial(self._arriving.receive, body))
+        tensors = await start_in_thread(partial(self._arriving.receive, body))
         try:
             await self._in_engine(lambda: self.engine.model.write(tensors))
         except ValueError as error:

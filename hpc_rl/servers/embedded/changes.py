@@ -73,7 +73,7 @@ class PreparedChanges:
         return found == sizes
 
 
-def read_changes(folder: Path, dtype: torch.dtype) -> PreparedChanges | None:
+def load_changes(folder: Path, dtype: torch.dtype) -> PreparedChanges | None:
     """Return the changes of the version in a directory, in the type of the engine.
 
     Returns None for all values of a large model, or if the version can't be read: the node's copy has it too.

@@ -56,7 +56,7 @@ def compare(plain) -> None:
     own_errors, their_errors = Counter[str](), Counter[str]()
     for seed in range(8):
         ids = draw_ids(seed)
-        got = find_results(fast, fast_layers.run_trunk(fast.base_model, ids, None))
+        got = find_results(fast, fast_layers.compute_trunk(fast.base_model, ids, None))
         theirs, want = (
             find_results(one, one.base_model(input_ids=ids, use_cache=False).last_hidden_state)
             for one in (plain, exact)
@@ -127,11 +127,11 @@ def test_packed_rows_equal_rows_of_their_own() -> None:
     model = build("qwen3")
     fast_layers.install(model)
     ids = draw_ids()
-    want = fast_layers.run_trunk(model.base_model, ids, None).flatten(0, 1)
+    want = fast_layers.compute_trunk(model.base_model, ids, None).flatten(0, 1)
     model.config._attn_implementation = "packed_rows"
     rows = attention.PackedRows(torch.tensor([0, 11, 22, 33], dtype=torch.int32), 11, (11, 11, 11))
     at = torch.arange(11).repeat(3)[None]
-    got = fast_layers.run_trunk(model.base_model, ids.view(1, -1), at, packed_rows=rows)[0]
+    got = fast_layers.compute_trunk(model.base_model, ids.view(1, -1), at, packed_rows=rows)[0]
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
@@ -146,6 +146,6 @@ def test_nothing_in_a_pass_reads_from_the_device() -> None:
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        fast_layers.run_trunk(model.base_model, draw_ids(), None).sum().backward()
+        fast_layers.compute_trunk(model.base_model, draw_ids(), None).sum().backward()
     assert not [one for one in seen if "local_scalar_dense" in one or "nonzero" in one]
     assert len(seen) > 50

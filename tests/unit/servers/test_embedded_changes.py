@@ -13,7 +13,7 @@ from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.embedded import changes as changes_module
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
-from hpc_rl.servers.embedded.changes import read_changes
+from hpc_rl.servers.embedded.changes import load_changes
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.node_backend import NodeBackend
 from hpc_rl.weight_files.model_copy import ModelCopy
@@ -84,7 +84,7 @@ async def test_all_values_of_a_small_model_replace_its_weights(site, tmp_path, c
 def test_values_that_are_not_all_are_not_applied_as_a_version(tmp_path):
     make_model(tmp_path / "model", 0)
     publish_model(tmp_path / "versions", FIRST, None, None, tmp_path / "model")
-    changes = read_changes(tmp_path / "versions" / str(FIRST), torch.float32)
+    changes = load_changes(tmp_path / "versions" / str(FIRST), torch.float32)
     make_model(tmp_path / "other", 1)
     model = Model(str(tmp_path / "other"), "float32")
     checksums = model.compute_checksums()
@@ -102,15 +102,15 @@ def test_all_values_of_a_large_model_and_a_damaged_version_have_no_changes(tmp_p
     versions = tmp_path / "versions"
     publish_model(versions, FIRST, None, None, tmp_path / "model-0")
     publish_model(versions, SECOND, FIRST, tmp_path / "model-0", tmp_path / "after")
-    assert read_changes(versions / str(FIRST), torch.float32) is None
-    assert read_changes(versions / str(SECOND), torch.float32) is not None
+    assert load_changes(versions / str(FIRST), torch.float32) is None
+    assert load_changes(versions / str(SECOND), torch.float32) is not None
     file = versions / str(SECOND) / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert read_changes(versions / str(SECOND), torch.float32) is None
+    assert load_changes(versions / str(SECOND), torch.float32) is None
     assert "so it will load all values" in caplog.text
-    assert read_changes(versions / "0.9", torch.float32) is None
+    assert load_changes(versions / "0.9", torch.float32) is None
 
 
 def test_changes_of_another_model_are_not_applied(tmp_path):
@@ -118,7 +118,7 @@ def test_changes_of_another_model_are_not_applied(tmp_path):
     copy_with_changes(tmp_path / "before", tmp_path / "after", 1)
     publish_model(tmp_path / "versions", FIRST, None, None, tmp_path / "before")
     publish_model(tmp_path / "versions", SECOND, FIRST, tmp_path / "before", tmp_path / "after")
-    changes = read_changes(tmp_path / "versions" / str(SECOND), torch.float32)
+    changes = load_changes(tmp_path / "versions" / str(SECOND), torch.float32)
     model = Model(str(tmp_path / "before"), "float32")
     checksums = model.compute_checksums()
     model.module.model.norm.weight = torch.nn.Parameter(torch.ones(63), requires_grad=False)

@@ -6,7 +6,7 @@ from hpc_rl.simulate.costs import Costs, compute_publication
 
 
 def test_values_know_their_origin():
-    costs = Costs().measured("3 steps", train_s=1.5, log_s=0.1)
+    costs = Costs().replace_measured("3 steps", train_s=1.5, log_s=0.1)
     assert costs.origins == {"train_s": "3 steps", "log_s": "3 steps"}
     assert "train_s" not in costs.list_defaults() and "save_s" in costs.list_defaults()
 
@@ -49,7 +49,7 @@ def test_a_measured_publication_needs_no_model():
 
 
 def test_defaults_follow_the_size_of_the_model():
-    small = Costs().measured("12 steps", save_s=3.0).fit_model(1.64e9, 0.82e9, 11.48e9)
+    small = Costs().replace_measured("12 steps", save_s=3.0).fit_model(1.64e9, 0.82e9, 11.48e9)
     assert small.train_token_s == pytest.approx(0.1 * Costs().train_token_s)
     assert small.decode_s == pytest.approx(0.5 * 1.05 * Costs().decode_s), "two GPUs share the weights"
     assert small.load_s == pytest.approx(0.1 * Costs().load_s)

@@ -24,7 +24,7 @@ class Finished(dict):
 
         fleet = Fleet(clock, replace(ITERATION, **costs), num_servers, num_real or num_servers, note)
         fleet.update(V1, 0.0)
-        fleet.set_up(fleet.num_real)
+        fleet.resize(fleet.num_real)
         return clock, fleet
 
 
@@ -93,7 +93,7 @@ def test_another_server_continues_the_sequences_of_a_lost_one(finished):
     fleet.submit(Group(1, [10], V1))
     fleet.submit(Group(2, [10], V1))
     run(clock, fleet, until=6.0)  # four iterations each
-    fleet.set_up(1)
+    fleet.resize(1)
     run(clock, fleet)
     # the six that are left of both take 2 s each on one server
     assert [when for when, _ in finished.values()] == pytest.approx([18.0, 18.0])
@@ -103,11 +103,11 @@ def test_without_a_server_groups_wait_for_one(finished):
     clock, fleet = finished.make_fleet()
     fleet.submit(Group(1, [4], V1))
     run(clock, fleet, until=3.0)
-    fleet.set_up(0)
+    fleet.resize(0)
     fleet.submit(Group(2, [1], V1))
     run(clock, fleet, until=20.0)
     assert not finished
-    fleet.set_up(1)
+    fleet.resize(1)
     run(clock, fleet)
     assert finished[2] == (pytest.approx(22.0), 1)
     assert finished[1][0] == pytest.approx(22.0 + 1.5)
@@ -116,7 +116,7 @@ def test_without_a_server_groups_wait_for_one(finished):
 def test_a_simulated_server_stands_for_several_real_ones(finished):
     _, fleet = finished.make_fleet(num_servers=2, num_real=200)
     assert fleet.weight == 100
-    fleet.set_up(120)
+    fleet.resize(120)
     assert [server.is_up for server in fleet.servers] == [True, False]
 
 

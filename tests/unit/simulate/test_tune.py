@@ -63,7 +63,7 @@ def test_rare_checkpoints_under_failures_are_made_more_often():
 
 
 def test_costs_are_drawn_around_their_values():
-    measured = COSTS.measured("steps", train_s=1.0)
+    measured = COSTS.replace_measured("steps", train_s=1.0)
     drawn = [draw_costs(measured, seed) for seed in range(1, 60)]
     assert draw_costs(measured, 0) == measured
     narrow, wide = ([getattr(one, name) for one in drawn] for name in ("train_s", "save_s"))

@@ -68,7 +68,7 @@ def trial(tmp_path, monkeypatch):
         start.rollout, start.publisher, run.lineage, run.stopping, run.make_progress
     )
     # the weights of a version are its label
-    monkeypatch.setattr(exports, "read_chain", lambda folder, version: version)
+    monkeypatch.setattr(exports, "load_chain", lambda folder, version: version)
     build = lambda target, folder, version: write_json(target / "model.json", str(version))  # noqa: E731
     monkeypatch.setattr(exports, "build_model", build)
     return start

@@ -15,9 +15,9 @@ from hpc_rl.weight_files.chain import (
     VersionIndex,
     choose_removable,
     find_rebuildable,
+    load_chain,
+    load_indices,
     load_rank,
-    read_chain,
-    read_indices,
 )
 from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, ModelFile, build_model
 
@@ -28,17 +28,17 @@ def test_every_version_of_a_random_chain_of_fifty(tmp_path):
     for version, weights in history.items():
         target = tmp_path / f"model-{version}"
         target.mkdir()
-        build_model(target, tmp_path, read_chain(tmp_path, version))
+        build_model(target, tmp_path, load_chain(tmp_path, version))
         assert read_model(target) == as_bytes(weights), version
         places = ModelFile(target / WEIGHTS_NAME).places
         assert {name: place.shape for name, place in places.items()} == SHAPES
-    assert read_indices(tmp_path) == indices
+    assert load_indices(tmp_path) == indices
 
 
 def test_a_chain_starts_with_the_newest_whole_version(tmp_path):
     _, indices = make_history(tmp_path, 3, 30)
     for version in indices:
-        first, *rest = read_chain(tmp_path, version)
+        first, *rest = load_chain(tmp_path, version)
         assert first.base is None
         assert all(index.base is not None for index in rest)
         assert (rest or [first])[-1].version == version
@@ -52,13 +52,13 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:-3] + bytes([content[-3] ^ 64]) + content[-2:])
     with pytest.raises(Damaged, match=record.name):
-        build_model(tmp_path, tmp_path, read_chain(tmp_path, version))
+        build_model(tmp_path, tmp_path, load_chain(tmp_path, version))
     path.unlink()
     with pytest.raises(Damaged, match=f"0.3/{record.name} is missing"):
         list(load_rank(tmp_path / "0.3", indices[version], 0))
     (tmp_path / "0.2" / INDEX_NAME).unlink()
     with pytest.raises(Damaged, match=r"0\.2 is missing, incomplete or damaged \(weights 0\.3 need it\)"):
-        read_chain(tmp_path, version)
+        load_chain(tmp_path, version)
 
 
 def test_an_index_is_read_as_it_was_written_and_anything_else_is_no_version(tmp_path):

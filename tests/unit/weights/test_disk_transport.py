@@ -15,7 +15,7 @@ from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import PublishedPiece
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.chain import VersionIndex, read_chain
+from hpc_rl.weight_files.chain import VersionIndex, load_chain
 from hpc_rl.weight_files.model_copy import ModelCopy, build_model
 from hpc_rl.weights import disk_transport
 from hpc_rl.weights.disk_transport import DiskTransport
@@ -97,7 +97,7 @@ def site(tmp_path, monkeypatch):
 
 def rebuild(site, step: int) -> dict[str, bytes]:
     site.target.mkdir(exist_ok=True)
-    build_model(site.target, site.trial.weights, read_chain(site.trial.weights, WeightVersion(0, step)))
+    build_model(site.target, site.trial.weights, load_chain(site.trial.weights, WeightVersion(0, step)))
     return read_model(site.target)
 
 
@@ -145,7 +145,7 @@ def test_a_chain_ends_when_its_differences_have_three_times_the_size_of_the_mode
         site.engine.step(0.3)
         site.publish(step)
         assert rebuild(site, step) == site.engine.read()
-        index = read_chain(site.trial.weights, WeightVersion(0, step))[-1]
+        index = load_chain(site.trial.weights, WeightVersion(0, step))[-1]
         if index.base is None:
             chains.append(stored)
             stored = []

@@ -17,7 +17,7 @@ from hpc_rl.core.holds import hold_entry
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import chain
-from hpc_rl.weight_files.chain import VersionIndex, find_rebuildable, read_indices
+from hpc_rl.weight_files.chain import VersionIndex, find_rebuildable, load_indices
 from hpc_rl.weight_files.model_copy import build_model
 from hpc_rl.weights import disk
 from hpc_rl.weights.disk import History
@@ -199,7 +199,7 @@ def test_a_removal_that_was_killed_leaves_no_part_and_is_finished(trial, monkeyp
     with pytest.raises(ZeroDivisionError):
         History(trial).prune([])
     monkeypatch.undo()
-    assert {*find_rebuildable(read_indices(trial.weights))} == {WeightVersion(0, 4), WeightVersion(0, 5)}
+    assert {*find_rebuildable(load_indices(trial.weights))} == {WeightVersion(0, 4), WeightVersion(0, 5)}
     History(trial).prune([])
     assert sorted(os.listdir(trial.weights)) == ["0.4", "0.5", "current.json"]
 
@@ -225,12 +225,12 @@ def test_a_needed_version_stays_rebuildable_whatever_happens(tmp_path_factory, d
             lineage, step, base = lineage + 1, max(1, step - 3), None
         publish(trial, step, base if data.draw(st.integers(0, 3)) else None, lineage)
         base = step
-        before = find_rebuildable(read_indices(trial.weights))
+        before = find_rebuildable(load_indices(trial.weights))
         held = {str(one) for one in data.draw(st.sets(st.sampled_from(sorted(before)), max_size=2))}
         if data.draw(st.booleans()):
             history = History(trial, budget)  # another start of the trainer
         removed = set(history.prune(held))
-        left = read_indices(trial.weights)
+        left = load_indices(trial.weights)
         newest = {str(one) for one in sorted(before)[-disk.KEEP :]}
         needed = {version for version in before if str(version) in held | newest}
         assert needed <= find_rebuildable(left) == left.keys()
@@ -239,7 +239,7 @@ def test_a_needed_version_stays_rebuildable_whatever_happens(tmp_path_factory, d
         needed_bytes = sum(
             index.stored_bytes
             for index in {
-                one.version: one for version in needed for one in chain.read_chain(trial.weights, version)
+                one.version: one for version in needed for one in chain.load_chain(trial.weights, version)
             }.values()
         )
         assert total <= max(budget, needed_bytes)
@@ -251,10 +251,10 @@ def test_real_versions_are_rebuilt_after_each_removal(trial, tmp_path):
     total = sum(index.stored_bytes for index in indices.values())
     for share in (0.8, 0.5, 0.2, 0.0):
         History(trial, share * total).prune(["0.12"])
-        for version in find_rebuildable(read_indices(trial.weights)):
+        for version in find_rebuildable(load_indices(trial.weights)):
             target = tmp_path / f"{share}-{version}"
             target.mkdir()
-            chain_of = chain.read_chain(trial.weights, version)
+            chain_of = chain.load_chain(trial.weights, version)
             build_model(target, trial.weights, chain_of)
             assert read_model(target) == {name: one.tobytes() for name, one in weights[version].items()}
 
