@@ -192,7 +192,7 @@ class Replica:
         path = self._trial.attempt(self._who.attempt).server_use(self._who.index, self._who.incarnation)
         try:
             path.parent.mkdir(exist_ok=True)
-            use = {"busy_s": busy_s, "request_s": round(self.proxy.request_s, 3)}
+            use: dict[str, Any] = {"busy_s": busy_s, "request_s": round(self.proxy.request_s, 3)}
             use |= {"requests": self.proxy.num_requests, "decode": self.proxy.decode_speed.sums}
             write_atomic(path, json.dumps(use), durable=False)
             self._reported_s = busy_s
