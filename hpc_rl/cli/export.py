@@ -86,7 +86,7 @@ def main(args: Namespace) -> int:
     serve, evaluate = list_use_commands(trial, there)
     value = {"trial": str(trial), "step": export.step, "version": export.version, "path": str(there)}
     value |= {"url": url, "serve": serve, "evaluate": evaluate}
-    lines = [f"{export.title}: weights written to {there}", *([f"uploaded   {url}"] if url else [])]
+    lines = [f"{export.title}: written to {there}", *([f"uploaded   {url}"] if url else [])]
     lines += [f"serve      {serve['sglang']}", f"           {serve['vllm']}", f"evaluate   {evaluate}"]
     print_result(args.json, value, lines)
     return ExitCode.DONE

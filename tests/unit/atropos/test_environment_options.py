@@ -300,7 +300,7 @@ async def command(cls, *words):
     given = run_environment.make_parser()
     args = given.instantiate(given.parse_args([words[0], cls.__name__, *words[1:]]))
     async with asyncio.timeout(extend(30)):
-        assert await run_environment.run(args, cls) == 0
+        assert await run_environment.serve_environment(args, cls) == 0
 
 
 @pytest.mark.parametrize(("slurm", "host"), [("true", "n1:9000"), ("false", "localhost:9004")])

@@ -748,7 +748,7 @@ async def test_prompts_that_user_code_rejected_are_issued_again_once_it_has_chan
     assert indexes(await three.batch(5, 2, 5)) == expected[4:] and three.issued_again == 0
 
 
-@pytest.mark.parametrize("killed_in", ["append_base", "commit", "set_aside", "replace", "restore"])
+@pytest.mark.parametrize("killed_in", ["append_base", "commit", "move_aside", "replace", "restore"])
 async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, killed_in):
     known = [record(0), record(1, 2, new_batches=True)]
     one = make(tmp_path, lineages=lambda: (known[-1].lineage, known[:1]))
@@ -763,7 +763,7 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
         raise Killed
 
     two = make(tmp_path, lineages=lambda: (known[-1].lineage, known))
-    owners = {"append_base": two.ledger, "commit": two.ledger, "set_aside": two.batches, "replace": os}
+    owners = {"append_base": two.ledger, "commit": two.ledger, "move_aside": two.batches, "replace": os}
     owner = owners.get(killed_in, two.sequencer)
     with monkeypatch.context() as patched:
         patched.setattr(owner, killed_in, kill)
