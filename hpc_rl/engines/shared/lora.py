@@ -159,6 +159,10 @@ def load(folder: Path, pieces: Iterable[Piece], shapes: Shapes) -> None:
         with safe_open(folder / adapters.WEIGHTS_NAME, framework="pt") as opened:
             for piece in pieces:
                 tensor = opened.get_tensor(adapters.PREFIX + piece.name)
+                if not tensor.isfinite().all():
+                    raise ConfigError(
+                        f"the adapter {folder} has values in {piece.name} that are not finite. Use another."
+                    )
                 piece.local.detach().copy_(tensor[piece.slices()])
     except SafetensorError as error:
         raise ConfigError(f"the adapter {folder} can't be read: {error}. Copy it again.") from error

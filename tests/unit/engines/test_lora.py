@@ -10,7 +10,7 @@ import plain_lora
 import plain_training
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -114,6 +114,17 @@ def test_a_truncated_adapter_is_a_mistake_in_the_configuration(model, tmp_path):
         make_engine(model, lora_path=str(tmp_path / "adapter"))
     file.write_bytes(b"xx")
     with pytest.raises(ConfigError, match="is damaged or cut off"):
+        make_engine(model, lora_path=str(tmp_path / "adapter"))
+
+
+def test_an_adapter_with_values_that_are_not_finite_is_refused(model, tmp_path):
+    shutil.copytree(model / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(one for one in tensors if "layers.1.mlp.down_proj.lora_B" in one)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.lora_B.* that are not finite"):
         make_engine(model, lora_path=str(tmp_path / "adapter"))
 
 
