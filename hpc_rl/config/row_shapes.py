@@ -5,6 +5,7 @@ Submission checks the first rows with the functions that the job uses for all ro
 
 import functools
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,8 @@ def _join_parts(message: Any) -> Any:
 def find_weight(row: Row, column: str) -> float:
     """Return the weight of a row. Raises ConfigError unless it is a number of at least 0."""
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"its column {column} must be a number of at least 0, got {value!r:.80}.")
     return float(value)
 

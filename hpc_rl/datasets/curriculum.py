@@ -103,11 +103,14 @@ class Curriculum:
 
 
 def _load_weights(prompts: Prompts, column: str) -> np.ndarray:
-    """Return the weights of the rows that are kept, float64 [N]. Raises ConfigError."""
+    """Return the weights of the rows that are kept, float64 [N], of which the largest is 1.
+
+    Raises ConfigError.
+    """
     weights_N = np.empty(len(prompts))
     for position, row in enumerate(prompts.kept):
         with name_in_errors(prompts.path, row):
             weights_N[position] = find_weight(prompts.rows[row], column)
     if not weights_N.any():
         raise ConfigError(f"dataset {prompts.path}: the column {column} is 0 in every row.")
-    return weights_N
+    return weights_N / weights_N.max()  # else the sum of very large ones, or its inverse, is infinite

@@ -108,11 +108,20 @@ def test_each_row_has_its_expected_visits_rounded(weights, seed):
         assert abs(seen[row] - expected) < 1
 
 
-@pytest.mark.parametrize("weight", [-1, None, "2", True, float("inf"), float("nan")])
+@pytest.mark.parametrize("weight", [-1, None, "2", True, float("inf"), float("nan"), 10**400])
 def test_a_bad_weight_names_its_row(tmp_path, weight):
     path = write(tmp_path / "a.jsonl", [{"prompt": "x", "weight": 1}, {"prompt": "y", "weight": weight}])
     with pytest.raises(ConfigError, match=r"a\.jsonl row 2: its column weight must be a number"):
         Curriculum(PromptDatasetConfig(path=path, curriculum="weights"), TOKENIZER, 1)
+
+
+@pytest.mark.parametrize("unit", [5e-324, 1.0, 4e307])
+def test_the_unit_of_weights_is_of_no_importance(tmp_path, unit):
+    """The sum of the largest ones, and the inverse of the smallest, are no finite numbers."""
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x", "weight": unit * one} for one in (1, 2, 4, 1)])
+    curriculum = Curriculum(PromptDatasetConfig(path=path, curriculum="weights"), TOKENIZER, 1)
+    seen = Counter(draw.row for draw in draw_all(curriculum, 800))
+    assert [seen[row] for row in range(4)] == pytest.approx([100, 200, 400, 100], rel=0.2)
 
 
 def test_weights_of_0_alone_are_refused(tmp_path):
