@@ -69,8 +69,10 @@ class AdapterSettings:
         """Read the settings of an adapter. Raises ConfigError if it is no plain LoRA adapter."""
         path = folder / CONFIG_NAME
         content = load_object(path)
-        if not content or not (folder / WEIGHTS_NAME).is_file():
+        if not path.is_file() or not (folder / WEIGHTS_NAME).is_file():
             raise ConfigError(f"{folder} is no adapter: it must have {CONFIG_NAME} and {WEIGHTS_NAME}")
+        if not content:
+            raise ConfigError(f"{path} has no JSON object with settings; copy it again")
         odd = {
             key: content.get(key) for key, plain in _PLAIN.items() if content.get(key) not in (plain, None)
         }

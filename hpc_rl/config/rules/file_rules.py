@@ -78,6 +78,10 @@ def check_checkpoint(
 
     `scratch` is the option that makes random weights, if there is one.
     """
+    if not folder:
+        why, use = "is empty", "set it to the directory of a Hugging Face checkpoint"
+        yield Refusal(option=name, kind=Kind.MISSING, why=why, use=use)
+        return
     path = Path(folder)
     refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
     if not path.is_dir():

@@ -602,6 +602,7 @@ def test_a_model_and_dataset_that_are_there(model):
         (lambda m: (m / "model.safetensors").write_bytes(b""), [], "model.safetensors is damaged or cut off"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
         (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
+        (lambda m: None, ["ref.path="], "ref.path is empty; set it to the directory"),
         (
             lambda m: None,
             ["gconfig.max_new_tokens=32", "eval_gconfig.top_p=0.9", "valid_dataset.path=t.jsonl"],

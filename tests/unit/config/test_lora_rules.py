@@ -112,6 +112,14 @@ def test_an_adapter_to_start_from_must_have_the_trials_rank(tmp_path):
     assert "use_dora: True" in list_refusals(again, f"actor.lora_path={adapter}")["actor.lora_path"]
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_settings_of_an_adapter_that_are_no_json_object_are_named(tmp_path, text):
+    adapter = write_adapter(tmp_path / "adapter", "/base", rank=8)
+    (adapter / "adapter_config.json").write_text(text)
+    found = list_refusals(tmp_path, f"actor.lora_path={adapter}")
+    assert "adapter_config.json has no JSON object with settings" in found["actor.lora_path"]
+
+
 def list_start_problems(tmp_path: Path, *options: str, kind: str = "qwen3", **adapter) -> dict[str, str]:
     """Return the refusals of the actor's adapter and its options."""
     model = write_base(tmp_path / "model", kind)
