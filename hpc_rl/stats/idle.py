@@ -27,11 +27,12 @@ MEANINGS = {
 
 def find_reasons(row: Mapping[str, Any]) -> list[IdleReason]:
     """Return why a step taught nothing, from its row of metrics; [] if it taught something."""
+    has_teacher = "teacher_kl" in row  # a policy learns from it without a reward
     facts = {
         IdleReason.NO_UPDATE: row.get("update_successful") == 0,
         IdleReason.ZERO_GRADIENT: row.get("grad_norm") == 0,
         IdleReason.ZERO_ADVANTAGE: row.get("zero_advantage_groups") == 1,
-        IdleReason.ZERO_REWARD: row.get("reward") == 0 and row.get("reward_std") == 0,
+        IdleReason.ZERO_REWARD: row.get("reward") == 0 and row.get("reward_std") == 0 and not has_teacher,
     }
     return [reason for reason, holds in facts.items() if holds]
 

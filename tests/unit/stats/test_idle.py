@@ -26,6 +26,12 @@ def test_each_kind_of_step_without_learning_is_counted(row, reason):
     assert counted.reasons == (reason,)
 
 
+def test_a_policy_learns_from_its_teacher_without_a_reward():
+    distilled = {"reward": 0.0, "reward_std": 0.0, "zero_advantage_groups": 0.25, "teacher_kl": 2.5}
+    assert not count_idle(rows(distilled, distilled)).total
+    assert count_idle(rows(distilled | {"zero_advantage_groups": 1.0})).total == 1
+
+
 def test_a_step_that_learns_ends_those_in_a_row():
     counted = count_idle(rows({"grad_norm": 0.0}, {}))
     assert (counted.total, counted.in_a_row, counted.since_step, counted.reasons) == (1, 0, None, ())
