@@ -181,7 +181,7 @@ def find_weight(row: Row, column: str) -> float:
     """Return the weight of a row. Raises ConfigError unless it is a number of at least 0."""
     value = row.get(column)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:
+    if value is None or not is_number or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"its column {column} must be a number of at least 0, got {value!r:.80}.")
     return float(value)
 
