@@ -14,9 +14,17 @@ from hpc_rl.weight_files.chain import MODEL_FOLDER
 from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, ModelCopy
 
 
+@pytest.fixture(scope="module")
+def thirty_versions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("history") / "weights"
+    return folder, *make_history(folder, 11, 30)
+
+
 @pytest.fixture
-def published(tmp_path):
-    return make_history(tmp_path / "weights", 11, 30)
+def published(thirty_versions, tmp_path):
+    folder, history, indices = thirty_versions
+    shutil.copytree(folder, tmp_path / "weights")
+    return history, indices
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_trial_that_is_done_keeps_its_history_within_the_budget(trial):
     assert disk.drop(trial) > 0 and not labels(trial)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_needed_version_stays_rebuildable_whatever_happens(tmp_path_factory, data):
     trial = Trial(tmp_path_factory.mktemp("trial"))
