@@ -10,12 +10,14 @@ from hpc_rl.simulate.clock import Clock
 from hpc_rl.simulate.setup import Faults
 from hpc_rl.supervise.job_policy import choose_excluded
 
+MANY_NODES = 100  # to spare, if their number is not known
+
 
 class Cluster:
     """A partition with the nodes of one job and spare ones."""
 
     def __init__(self, clock: Clock, num_needed: int, faults: Faults, drawn: random.Random) -> None:
-        spare = num_needed if faults.spare_nodes is None else faults.spare_nodes
+        spare = max(num_needed, MANY_NODES) if faults.spare_nodes is None else faults.spare_nodes
         self.names = [f"n{number}" for number in range(num_needed + spare)]
         self.up_at = dict.fromkeys(self.names, 0.0)  # time from which a node works
         self.num_calls = 0  # requests to the scheduler

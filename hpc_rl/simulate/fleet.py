@@ -71,6 +71,7 @@ class Fleet:
         self.num_tokens = 0
         self.version = FIRST  # the newest
         self._on_finish = on_finish
+        self._num_up = 0  # of the simulated servers
         self._order = 0
         self._touched: list[Server] = []
         self._homeless: deque[Group] = deque()  # groups that wait for a server, or for newer weights
@@ -90,6 +91,9 @@ class Fleet:
         target = round(num_up / self.weight)
         if num_up and not target:
             target = 1
+        if target == self._num_up:  # one of thousands, of which a simulated one stands for many
+            return
+        self._num_up = target
         for number, server in enumerate(self.servers):
             if number < target and not server.is_up:
                 server.is_up, server.version = True, self.version

@@ -67,8 +67,8 @@ def test_the_memory_of_a_node_is_a_few_kilobytes(supervisors):
     assert (large - small) / (LARGE - SMALL) <= 0.03
 
 
-def test_the_next_start_asks_slurm_five_times(tmp_path):
-    """Whatever its size: is this the newest start, which nodes are there, requeue, exclude, and a look back."""
+def test_the_next_start_asks_slurm_four_times(tmp_path):
+    """Whatever its size: is this the newest start, which nodes are there, requeue, and exclude."""
     found = {}
     for num_nodes in (SMALL, LARGE):
         (tmp_path / str(num_nodes)).mkdir()
@@ -144,10 +144,11 @@ def test_submit_and_status_do_not_grow_with_the_nodes(cluster, capsys, layout):
         assert json.loads(capsys.readouterr().out)["state"] in ("pending", "running")
         found[nodes] = submitted, shown
     few = found[8]
-    assert few[0][1]["sbatch"] == (1 if layout == "allocation" else 2) and few[0][1].total() <= 4
-    for nodes in (SMALL, LARGE):
-        many = found[nodes]
-        assert many[0][1] == few[0][1] and many[1][1] == few[1][1] == Counter(squeue=1)
+    for nodes, many in found.items():
+        # beside sbatch one question, whose answer is kept
+        assert many[0][1]["sbatch"] == (1 if layout == "allocation" else 2)
+        assert many[0][1].total() - many[0][1]["sbatch"] <= 1
+        assert many[1][1] == Counter(squeue=1)
         for number in (0, 1):
             assert many[number][0] <= few[number][0] + 50
             assert many[number][2] <= few[number][2] + extend(5.0 * nodes / LARGE)
