@@ -238,12 +238,12 @@ def measure_supervisor(folder: Path, num_nodes: int, watch_s: float = 60.0) -> d
     with measure_load() as loads["roster"]:
         seen = reader.list_leases()
     assert len(seen) == big.num_servers
+    roster = big.runner.names.load_record(keys.servers("rollout"))
     with measure_load() as loads["stop"]:
         big.runner.requests.add(StopCause.CANCELLED)
         big.pass_time(2)
     assert big.runner.finish is not None and big.runner.finish.code == ExitCode.STOPPED
     found = {name: {"cpu_s": load.cpu_s, "file_calls": load.num_file_calls} for name, load in loads.items()}
-    roster = big.runner.names.load_record(keys.servers("rollout"))
     return found | {"size": {"roster_mb": len(roster) / 1e6, "memory_mb": measure_peak_mb()}}
 
 
