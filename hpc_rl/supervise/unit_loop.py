@@ -189,11 +189,13 @@ class UnitLoop(ABC):
         self.execute(self.machine.tick(self.clock()))
 
     def _choose_polled(self) -> Iterator[Key]:
-        """Yield the units to poll in this round: of thousands only a part, in turn."""
+        """Yield the units to poll in this round: of thousands the leading one, and a part in turn."""
         num_left = max(POLLS_PER_ROUND, math.ceil(len(self.handles) * TICK_S / POLL_ALL_S))
         if num_left >= len(self.handles):
             yield from list(self.handles)
             return
+        if self.machine.leader is not None and self.machine.leader.key in self.handles:
+            yield self.machine.leader.key
         while num_left:
             if not self._unpolled:
                 self._unpolled = list(self.handles)

@@ -32,7 +32,7 @@ from hpc_rl.supervise.job_policy import JobSettings
 from hpc_rl.supervise.job_runner import JobRunner
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.state_machine import Avoid
-from hpc_rl.supervise.unit_loop import TICK_S
+from hpc_rl.supervise.unit_loop import POLL_ALL_S, TICK_S
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BAD = 100  # nodes that have failed
@@ -240,7 +240,7 @@ def measure_supervisor(folder: Path, num_nodes: int, watch_s: float = 60.0) -> d
     roster = big.runner.names.load_record(keys.servers("rollout"))
     with measure_load() as loads["stop"]:
         big.runner.requests.add(StopCause.CANCELLED)
-        big.pass_time(2)
+        big.pass_time(2 * POLL_ALL_S + 1)
     assert big.runner.finish is not None and big.runner.finish.code == ExitCode.STOPPED
     found = {name: {"cpu_s": load.cpu_s, "file_calls": load.num_file_calls} for name, load in loads.items()}
     return found | {"size": {"roster_mb": len(roster) / 1e6, "memory_mb": measure_peak_mb()}}

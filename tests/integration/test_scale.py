@@ -94,7 +94,7 @@ PROGRAMS = {
     "scancel": "",
 }
 CONFIG = """experiment_name: sums
-trial_name: n{nodes}
+trial_name: {layout}{nodes}
 total_train_steps: 10
 cluster: {{fileroot: {root}/runs, n_gpus_per_node: 8, n_nodes: {nodes}}}
 train_dataset: {{path: {root}/train.jsonl, batch_size: {ranks}}}
@@ -140,7 +140,7 @@ def test_submit_and_status_do_not_grow_with_the_nodes(cluster, capsys, layout):
         (cluster / f"n{nodes}.yaml").write_text(CONFIG.format(root=cluster, layout=layout, **sizes))
         submitted = run(cluster, "submit", str(cluster / f"n{nodes}.yaml"), "--no_check")
         capsys.readouterr()
-        shown = run(cluster, "status", f"n{nodes}", "--json")
+        shown = run(cluster, "status", f"{layout}{nodes}", "--json")
         assert json.loads(capsys.readouterr().out)["state"] in ("pending", "running")
         found[nodes] = submitted, shown
     few = found[8]
@@ -148,7 +148,7 @@ def test_submit_and_status_do_not_grow_with_the_nodes(cluster, capsys, layout):
         # beside sbatch one question, whose answer is kept
         assert many[0][1]["sbatch"] == (1 if layout == "allocation" else 2)
         assert many[0][1].total() - many[0][1]["sbatch"] <= 1
-        assert many[1][1] == Counter(squeue=1)
+        assert many[1][1] in (Counter(), Counter(squeue=1)), "an answer of some seconds ago is used again"
         for number in (0, 1):
             assert many[number][0] <= few[number][0] + 50
             assert many[number][2] <= few[number][2] + extend(5.0 * nodes / LARGE)
