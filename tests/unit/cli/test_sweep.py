@@ -295,6 +295,7 @@ def test_a_sweep_from_python(config, scheduler):
     assert load_object(sweep_of(config).trial(names[0]).config_json)["total_train_steps"] == 5
     for number, name in enumerate(names[:2], 1):
         write_json(sweep_of(config).trial(name).done, {"job_id": f"job-{number}"})
+        scheduler.answers[f"job-{number}"] = State.DONE
     assert sweep.advance() == 0 and [one.name for one in sweep.trials] == names
     with pytest.raises(TimeoutError, match="2 trials of sweep sums/small are not over"):
         sweep.wait(timeout_s=0)
