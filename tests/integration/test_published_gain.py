@@ -4,9 +4,9 @@ Published: a model of 1.5 billion parameters, 16 nodes of 8 GPUs, 1,000 steps, c
 tokens, staleness of up to 4. So a synchronous step took 147.6 s. Synchronous training has all devices for
 generation and training in turn; asynchronous training has the best of some splits of them.
 
-Not known here are the size of the batch, the lengths and the speed of a GPU. Each has a range, which was set
-before the gains were computed. The mean length is not free: in each case it is the one with which the
-synchronous step takes the published time. The asynchronous time is predicted.
+Not known here are the size of the batch, the lengths and the speed of a GPU. Each has a range. The middle of
+the decode speeds was added when the gains at both ends were known. The mean length is not free: in each case
+the synchronous step takes the published time with it. The asynchronous time is predicted.
 """
 
 import math
