@@ -196,7 +196,7 @@ class UnitLoop(ABC):
             return
         if self.machine.leader is not None and self.machine.leader.key in self.handles:
             yield self.machine.leader.key
-        while num_left:
+        while num_left and self.handles:
             if not self._unpolled:
                 self._unpolled = list(self.handles)
             key = self._unpolled.pop()
