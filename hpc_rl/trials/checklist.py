@@ -387,7 +387,7 @@ CHECKS: tuple[Check, ...] = (
     Check("gpus", Stage.HERE, _check_gpus),
     Check("local dir", Stage.HERE, _check_local_dir),
     Check("sandbox", Stage.HERE, _check_sandbox, _SANDBOX),
-    Check("memory", Stage.OPTIONS, _check_memory, "use a smaller one."),
+    Check("memory", Stage.OPTIONS, _check_memory, "choose options that fit."),
     Check("accounts", Stage.TRIAL, _check_accounts, _OWN_DIRECTORY, needs_plan=False),
     Check("fileroot", Stage.TRIAL, _check_fileroot, _DIRECTORY, needs_plan=False),
     Check("space", Stage.TRIAL, _check_space, _DIRECTORY),
