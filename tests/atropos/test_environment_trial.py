@@ -24,7 +24,7 @@ from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 
 pytestmark = pytest.mark.timeout(400)
 ENVIRONMENT = Path(__file__).parent / "sums_environment.py"
-STEPS = 80  # some seconds more than the environments need to start
+STEPS = 200  # some seconds more than the environments need to start
 PHRASES = "Bad Request|Unauthorized|Not Found|Unprocessable|Internal Server|Bad Gateway|Service Unavailable"
 ERROR_STATUS = re.compile(
     rf"(?i)(error|status|http|refused)[^\n]{{0,25}}(?<![\d.,])[45]\d\d\b|\b[45]\d\d ({PHRASES})"

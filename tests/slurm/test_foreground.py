@@ -63,7 +63,7 @@ def test_two_nodes_of_an_allocation_train_and_what_does_not_fit_is_refused(clust
     assert "sums/first: done" in said
     trial = trial_of(clone, "first")
     hosts = {record.name: record.read_text() for record in trial.attempts.glob("*/processes/trainer-*.json")}
-    assert any('"node": "n1"' in text for text in hosts.values()), hosts
+    assert any(re.search(r'"node": "n\d"', text) for text in hosts.values()), hosts
     plan = status(clone, "first", "--offline")
     assert [row["step"] for row in load_history(trial).steps] == [1, 2, 3]
     assert plan["state"] == "done"
@@ -115,7 +115,7 @@ def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluste
     nested = below_salloc(clone, "submit", CONFIG, "trial_name=second", "total_train_steps=2")
     said, _ = nested.communicate(timeout=extend(200))
     assert nested.returncode == 0
-    assert "`hpc-rl run` uses the nodes" in said
+    assert "this submitted a new job. To use the job" in said and "run `hpc-rl run`" in said
     deadline = time.monotonic() + extend(200)
     while not trial_of(clone, "second").done.exists():
         assert time.monotonic() < deadline, logs_of(trial_of(clone, "second"))
