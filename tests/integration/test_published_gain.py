@@ -37,7 +37,11 @@ SYNC = Setup(
     max_sequences=16_000,
 )
 # of 1.5 billion parameters: the defaults of 8 billion, scaled
-SMALL = Costs().fit_model(3.1e9, 3.1e9, 7 * 3.1e9).replace_measured("its size", model_bytes=3.1e9, num_tensors=338)
+SMALL = (
+    Costs()
+    .fit_model(3.1e9, 3.1e9, 7 * 3.1e9)
+    .replace_measured("its size", model_bytes=3.1e9, num_tensors=338)
+)
 
 
 @dataclass(frozen=True)
