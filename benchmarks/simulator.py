@@ -148,7 +148,7 @@ class Workplace:
         trial = Trial(Path(json.loads(done.stdout)["dir"]))
         began = wait_for(trial, lambda: load_history(trial).steps)[0]["time"]
         for seconds, role in kills:
-            time.sleep(max(0.0, began + seconds - time.time()))
+            wait_for(trial, lambda at=began + seconds: time.time() >= at)
             kill_newest(trial, role)
         wait_for(trial, lambda: find_times(trial)[1])
         print(name, json.dumps(measure(trial)), flush=True)
@@ -160,8 +160,18 @@ def wait_for(trial: Trial, get: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + extend(600)
     while not (found := get()):
         assert time.monotonic() < deadline, logs_of(trial)
+        note_staleness(trial)
         time.sleep(0.2)
     return found
+
+
+def note_staleness(trial: Trial) -> dict[str, dict[int, int]]:
+    """Return the staleness of the groups of each batch so far; the trial deletes the seals of old batches."""
+    path = trial.dir / "noted_staleness.json"
+    noted = load_object(path)
+    noted |= {str(step): dict(seal.staleness) for step, seal in load_seals(trial.rollout).items()}
+    path.write_text(json.dumps(noted))
+    return noted
 
 
 def kill_newest(trial: Trial, role: str) -> None:
@@ -184,8 +194,8 @@ def measure(trial: Trial) -> dict[str, Any]:
     history, (begun, ended) = load_history(trial), find_times(trial)
     makespan_s = (ended or 0.0) - begun
     ages: Counter[int] = Counter()
-    for seal in load_seals(trial.rollout).values():
-        ages.update(seal.staleness)
+    for batch in note_staleness(trial).values():
+        ages.update({int(age): count for age, count in batch.items()})
     total = ages.total() or 1
     later = history.steps[len(history.steps) // 4 :]
     names = ("wait_s", "train_s", "publish_s", "save_s")
