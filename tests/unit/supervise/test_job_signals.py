@@ -3,6 +3,7 @@ the scheduler. The scripts run concurrently, so that they wait at the same time.
 
 import itertools
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,17 +65,23 @@ def expected(case: Case) -> Outcome:
     return Outcome(75, [*again, "scancel 8"] if case.stage == "successor" else [], 1, "ended")
 
 
+# A fork of one thread inherits the programs that another one is writing, and these are busy until it executes.
+ONE_FORKS = threading.Lock()
+
+
 def play(case: Case, here: Path) -> str:
     """Run one case; return a description of the failure, or ""."""
     options = {"continue_by": "successor"} if case.stage == "successor" else {}
-    run = JobRun(here, case.scheduler, **options)
+    with ONE_FORKS:
+        run = JobRun(here, case.scheduler, **options)
     (here / "reason").write_text(f"Reason={case.reason}")
     held = [case.stage]
     if case.stage in ("starting", "running", "draining"):
         held.append("ending")  # or the first signal might end it all before the second one
     run.hold(*held)
     try:
-        run.start()
+        with ONE_FORKS:
+            run.start()
         run.reach(case.stage)
         for number, one in enumerate(case.signals):
             time.sleep(case.gap_s if number else 0)
