@@ -57,8 +57,8 @@ class ServerPool:
         self.name, self.tokenizer = name, tokenizer
         self._router, self._context, self._trace = router, context, trace
         self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
-        name_of_pool = uuid.uuid4().hex
-        self._rids = (f"{name_of_pool}-{number:08x}" for number in itertools.count())
+        prefix = uuid.uuid4().hex
+        self._rids = (f"{prefix}-{number:08x}" for number in itertools.count())
         self._is_exact = False  # whether requests exclude weights newer than their minimum
         self._configure_sampling(gconfig, "gconfig")
 

@@ -17,7 +17,7 @@ from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.weights import disk
-from hpc_rl.weights.publish import RETRY_S, Publisher
+from hpc_rl.weights.publish import Publisher
 
 TOKENS = {"control": "c-token", "data": "d-token"}
 
@@ -261,7 +261,7 @@ async def test_a_publish_is_cheap(publisher, trial, servers):
         start = time.monotonic()
         await asyncio.to_thread(publisher.publish, version, path, 7)
         times.append(time.monotonic() - start)
-    assert min(times) < RETRY_S  # the shortest pause; a busy machine slows some of them
+    assert min(times) < 0.05  # no pause is waited for; a busy machine slows some of them
 
 
 async def test_old_folders_go_but_for_the_newest_two_and_held_ones(publisher, trial, servers):
