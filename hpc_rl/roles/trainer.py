@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from hpc_rl.core import net
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.collector import pause_collector, spare_collector
+from hpc_rl.core.proc import keep_freed_memory
 from hpc_rl.engines import ENGINES
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.roles import role
@@ -43,6 +44,8 @@ def train_rank(context: Context) -> int:
     if context.rank == 0:  # only rank 0 commits
         end_when_fenced(open_names(context.trial, context.config), context.attempt)
     device = choose_device(context)
+    if device == "cpu":
+        keep_freed_memory()
     key = keys.rendezvous(context.attempt.id, context.incarnation)  # of the process group's store
 
     mpi = context.mpi

@@ -175,7 +175,8 @@ class AgentSteps(SrunSteps):
 def open_steps(kind: str, plan: Plan) -> ProcessSteps | SrunSteps:
     """Return the way to start processes: `srun` within a Slurm job, `process` on this machine."""
     if kind == "process":
-        return ProcessSteps(gpu_variable=plan.gpu_variable)
+        num_computing = sum(unit.num_tasks for unit in plan.units if unit.role in ("server", "trainer"))
+        return ProcessSteps(gpu_variable=plan.gpu_variable, num_computing=max(1, num_computing))
     if plan.layout != "hetjob":
         return AgentSteps(expand(os.environ["SLURM_JOB_NODELIST"]), plan=plan)
     parts = [

@@ -201,9 +201,8 @@ class MpiexecSteps:
         if isinstance(self.others, SrunSteps):
             nodes = ",".join(self.others.hosts[index] for index in unit.nodes)
         else:
-            env["OMP_NUM_THREADS"] = unit.env.get(
-                "OMP_NUM_THREADS", str(min(unit.cpus_per_task, os.cpu_count() or 1))
-            )
+            threads = str(self.others.count_threads(unit))
+            env["OMP_NUM_THREADS"] = unit.env.get("OMP_NUM_THREADS", threads)
             name = self.others.gpu_variable
             env[name] = unit.env.get(name, self.others.choose_gpus(unit))
         log = attempt.log(unit.role, unit.index, incarnation)

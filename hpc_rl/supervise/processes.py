@@ -142,12 +142,21 @@ class ProcessSteps:
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
     gpu_variable: str = GPU_VARIABLES["nvidia"]
+    num_computing: int = 1  # processes that compute on this machine, of which each gets a share of the CPUs
+
+    def count_threads(self, unit: Unit) -> int:
+        """Return the OMP_NUM_THREADS of a unit's processes, so that no two of them share a CPU.
+
+        Threads of OpenMP that wait for each other spin, so with more threads than CPUs small products take
+        twice the time.
+        """
+        return max(1, min(unit.cpus_per_task, (os.cpu_count() or 1) // self.num_computing))
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         """Start an incarnation of a unit. Raises OSError."""
         own = {
             self.gpu_variable: self.choose_gpus(unit),
-            "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
+            "OMP_NUM_THREADS": str(self.count_threads(unit)),
         }
         env = (
             self.environ

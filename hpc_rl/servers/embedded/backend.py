@@ -24,6 +24,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.collector import spare_collector
 from hpc_rl.core.errors import ConfigError, RequestRefused
+from hpc_rl.core.proc import keep_freed_memory
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
@@ -158,6 +159,7 @@ class EmbeddedBackend:
             raise ConfigError(f"model path {path!r} is not a directory on node {socket.gethostname()}")
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        keep_freed_memory()
         start = time.monotonic()
         scratch = self._scratch and not version
         model = await asyncio.to_thread(Model, path, self._config.dtype, scratch)

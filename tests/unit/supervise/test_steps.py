@@ -18,7 +18,7 @@ from hpc_rl.core.records import ProcessRecord
 from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.plan.schema import Unit
 from hpc_rl.supervise import ownership, processes
-from hpc_rl.supervise.agents import AgentHandle
+from hpc_rl.supervise.agents import AgentHandle, open_steps
 from hpc_rl.supervise.ownership import find_next_incarnations, kill_leftovers
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, describe_unplaced
 
@@ -87,6 +87,18 @@ def test_environment(attempt):
     assert attempt.log("server", 0, 0).read_text() == "up process 0 1 1 - 5,6\n"
     wait(start(attempt, show, role="rollout", env={"OMP_NUM_THREADS": "7"}))
     assert attempt.log("rollout", 0, 0).read_text() == "up process 0 1 7 - \n"
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "num_cpus", "threads"), [(1, 8, 4), (3, 8, 2), (3, 2, 1), (9, 64, 4)]
+)
+def test_processes_of_one_machine_share_its_cpus(num_servers, num_cpus, threads, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
+    units = [
+        toy_unit(role=role, cpus_per_task=4) for role in ["server"] * num_servers + ["trainer", "rollout"]
+    ]
+    steps = open_steps("process", toy_plan(units, sys.executable))
+    assert steps.count_threads(units[-2]) == threads
 
 
 def test_a_search_path_of_the_users_comes_after_ours(attempt):
