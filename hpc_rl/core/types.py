@@ -137,8 +137,10 @@ class TrajectoryGroup:
         """Return the lineages of the weights that sampled its tokens."""
         import numpy as np
 
-        made = [t.lineages[t.loss_mask] for t in self.trajectories]
-        return {*np.unique(np.concatenate(made)).tolist()} if made else set()
+        made = np.concatenate([t.lineages[t.loss_mask] for t in self.trajectories] or [np.zeros(0, int)])
+        if not made.size or made.min() == made.max():  # as usual
+            return {*made[:1].tolist()}
+        return {*np.unique(made).tolist()}
 
 
 @dataclass(slots=True)

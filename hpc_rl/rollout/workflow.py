@@ -228,7 +228,7 @@ DTYPES = {
     "ref_logprobs": np.float32,
     "teacher_logprobs": np.float32,
 }
-FLOATS = [name for name, dtype in DTYPES.items() if dtype == np.float32]
+FLOATS = {name for name, dtype in DTYPES.items() if dtype == np.float32}
 OPTIONAL = ("advantages", "turn_rewards", "ref_logprobs", "teacher_logprobs")
 
 
@@ -265,12 +265,14 @@ def check_group(
         if not isinstance(entry, Trajectory):
             raise _make_bad_group(f"{where} is {type(entry).__name__}; it must be a Trajectory")
         _check_arrays(entry, where)
-        if problem := find_bad_token(entry.ids, vocab_size):
-            raise _make_bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")
         if strict and not entry.loss_mask.any():
             raise _make_bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
-        if strict and (entry.logprobs[entry.loss_mask] > 0).any():
-            raise _make_bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
+    try:  # few operations on all rows together
+        _check_values(group.trajectories, f"prompt {index}", vocab_size, strict)
+    except Rejection:
+        for number, entry in enumerate(group.trajectories):
+            _check_values([entry], f"prompt {index}, trajectory {number}", vocab_size, strict)
+        raise
 
 
 def _check_arrays(one: Trajectory, where: str) -> None:
@@ -286,17 +288,29 @@ def _check_arrays(one: Trajectory, where: str) -> None:
             raise _make_bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
     if not len(one.ids):
         raise _make_bad_group(f"{where} has no token")
-    for name in FLOATS:
-        array = getattr(one, name)
-        if array is not None and not (np.abs(array) <= LARGEST_NUMBER).all():
-            limits = f"-{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
-            raise _make_bad_group(f"{where}: {name} must be finite numbers from {limits}")
     if not all(isinstance(name, str) and isinstance(value, NUMBER) for name, value in one.stats.items()):
         raise _make_bad_group(f"{where}: stats must have a number for each name")
-    if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
+
+
+def _check_values(rows: Sequence[Trajectory], where: str, vocab_size: int, strict: bool) -> None:
+    """Raise Rejection unless the arrays of rows, at least one token together, have allowed values."""
+    if not rows:
+        return
+    arrays = {name: [array for row in rows if (array := getattr(row, name)) is not None] for name in DTYPES}
+    joined = {name: np.concatenate(parts) for name, parts in arrays.items() if parts}
+    for name in filter(FLOATS.__contains__, joined):
+        if not (np.abs(joined[name]) <= LARGEST_NUMBER).all():
+            limits = f"-{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            raise _make_bad_group(f"{where}: {name} must be finite numbers from {limits}")
+    mask = joined["loss_mask"]
+    if (joined["steps"][mask] < 0).any() or (joined["lineages"][mask] < 0).any():
         raise _make_bad_group(
             f"{where}: steps and lineages must name a weight version where loss_mask is true"
         )
+    if problem := find_bad_token(joined["ids"], vocab_size):
+        raise _make_bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")
+    if strict and (joined["logprobs"][mask] > 0).any():
+        raise _make_bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
 
 
 def _make_bad_group(message: str) -> Rejection:

@@ -19,7 +19,13 @@ from hpc_rl.config.options.training import MicroBatchSpec
 from hpc_rl.engines.base import MicroBatch, Sequences, sum_over_data_ranks
 from hpc_rl.engines.shared.attention import Layout, PackedRows
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.packing import Groups, make_length_buckets, pack
+from hpc_rl.engines.shared.packing import (
+    PASS_TOKENS,
+    PASS_TOKENS_OF_RANKS,
+    Groups,
+    make_length_buckets,
+    pack,
+)
 
 # longest row of padding in the packed layout, short enough for every model
 PADDING_ROW = 1024
@@ -46,10 +52,11 @@ class Inputs:
         return values_N.new_zeros(self.num_tokens, *values_N.shape[1:]).index_copy(0, self.wanted_N, values_N)
 
 
-def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
+def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec, pass_tokens: int = PASS_TOKENS) -> Groups:
     """Cut rows into the groups of micro-batches; `granularity` neighbours stay together.
 
-    Raises ValueError if a row, or neighbours together, have more than `max_tokens_per_mb` tokens.
+    `pass_tokens` is the cost of one more micro-batch, as in `make_length_buckets`. Raises ValueError if a
+    row, or neighbours together, have more than `max_tokens_per_mb` tokens.
     """
     granularity, max_tokens, n_mbs = spec.granularity, spec.max_tokens_per_mb, spec.n_mbs or 1
     max_blocks = spec.max_seqs_per_mb and spec.max_seqs_per_mb // granularity
@@ -59,7 +66,7 @@ def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
         blocks = pack([sum(block) for block in lengths], max_tokens, n_mbs, max_blocks)
     else:
         padded = [max(block) * granularity for block in lengths]
-        blocks = make_length_buckets(padded, max_tokens, n_mbs, max_blocks)
+        blocks = make_length_buckets(padded, max_tokens, n_mbs, max_blocks, pass_tokens)
     return [[row for block in group for row in together[block]] for group in blocks]
 
 
@@ -74,7 +81,7 @@ def share_rounds(
     groups: Groups = []
     refused = ""
     try:
-        groups = cut(rows, layout, spec)
+        groups = cut(rows, layout, spec, PASS_TOKENS if mesh.num_ranks == 1 else PASS_TOKENS_OF_RANKS)
     except ValueError as error:
         refused = str(error)
     mine = [0.0] * mesh.num_data_ranks

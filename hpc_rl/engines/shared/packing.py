@@ -10,7 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 Groups = list[list[int]]
-MAX_PADDING = 0.1  # of the size of a group of similar lengths
+MIN_SAVING = 0.05  # of the size of a padded group, by a split of it
+# about what one more micro-batch costs, in tokens, with models of 0.1 to 1 million parameters on one thread
+PASS_TOKENS = 64
+# the same if several ranks gather the weights in each pass
+PASS_TOKENS_OF_RANKS = 512
 
 
 def pack(
@@ -70,28 +74,41 @@ def make_length_buckets(
     capacity: int | None = None,
     min_groups: int = 1,
     max_rows: int | None = None,
-    waste_tokens: int = 512,
+    pass_tokens: int = PASS_TOKENS,
 ) -> Groups:
     """Return groups of rows of similar length, for micro-batches that are padded to their longest row.
 
-    Takes the longest rows first. Closes a group when it has `max_rows` rows, when its padded size would
-    exceed `capacity`, or when its padding would exceed both `waste_tokens` and MAX_PADDING of its size: less
-    padding costs less than one more forward pass. Raises ValueError for a row above the capacity.
+    Takes the longest rows first. Closes a group when it has `max_rows` rows, or when its padded size would
+    exceed `capacity`. Then splits each group where that saves more padding than one more forward pass costs:
+    `pass_tokens`, or MIN_SAVING of the group's size. Raises ValueError for a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     check_capacity(lengths, capacity)
     groups: Groups = []
-    longest = padding = 0
-    for row, length in _sort_longest_first(lengths):
-        size = longest * (len(groups[-1]) + 1) if groups else 0
-        is_full = not groups or len(groups[-1]) == max_rows or (capacity is not None and size > capacity)
-        padding += longest - length
-        if is_full or padding > max(waste_tokens, MAX_PADDING * size):
+    for row, _ in _sort_longest_first(lengths):
+        size = lengths[groups[-1][0]] * (len(groups[-1]) + 1) if groups else 0
+        if not groups or len(groups[-1]) == max_rows or (capacity is not None and size > capacity):
             groups.append([])
-            longest, padding = length, 0
         groups[-1].append(row)
+    groups = [part for group in groups for part in _split_by_length(group, lengths, pass_tokens)]
     groups = _split_largest(groups, lengths, min(min_groups, len(lengths)))
     return [sorted(group) for group in groups]
+
+
+def _split_by_length(group: list[int], lengths: np.ndarray, pass_tokens: int) -> Groups:
+    """Split rows, the longest first, as long as one more group saves enough padding."""
+    done: Groups = []
+    waiting = [group]
+    while waiting:
+        rows = waiting.pop()
+        longest = lengths[rows[0]]
+        saved = np.arange(len(rows) - 1, 0, -1) * (longest - lengths[rows[1:]])  # by a split after each row
+        if len(rows) < 2 or saved.max() <= max(pass_tokens, MIN_SAVING * longest * len(rows)):
+            done.append(rows)
+        else:
+            at = int(saved.argmax()) + 1
+            waiting += [rows[at:], rows[:at]]
+    return done
 
 
 def _sort_longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
