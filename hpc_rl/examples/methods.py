@@ -37,7 +37,7 @@ METHODS = {
     "grpo": Method(
         folder="",
         make=toy.make,
-        toy="1,000 sums of three digits (200 held out) and a Qwen3 of 131k parameters",
+        toy="1,000 sums of three digits (200 held out) and a Qwen3 of 100k parameters",
         warm_ups=(WarmUp("warm", "sft", "warming the model up: an SFT trial"),),
         config="grpo",
         says="asynchronous GRPO: generation servers, a rollout service and a trainer",

@@ -11,6 +11,18 @@ from pathlib import Path
 
 ALPHABET = "0123456789+=;"
 NUM_HELDOUT = 200
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+INITIALIZER_RANGE = 0.1  # with the usual 0.02 such a small network collapses at these learning rates
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
 
 
 def make(folder: Path, seed: int) -> None:
@@ -56,51 +68,96 @@ def _make_wrong(answer: str, draw: random.Random) -> str:
 
 
 def make_model(folder: Path, seed: int = 0, alphabet: str = ALPHABET) -> None:
-    """Write a random Qwen3 of 131k parameters with its tokenizer, in Hugging Face format. Imports torch."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
+    """Write a random Qwen3 of 100k parameters with its tokenizer, in Hugging Face format.
 
-    logging.disable_progress_bar()
-    tokenizer = make_tokenizer(alphabet)
-    config = Qwen3Config(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.1,  # with the usual 0.02 such a small network collapses at these learning rates
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    It needs neither torch nor transformers, whose import takes longer than everything else here.
+    """
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = len(SPECIAL) + len(alphabet)
+    draw = np.random.default_rng(seed)
+    shapes = list_shapes(vocab_size)
+    weights = {
+        name: np.ones(shape) if name.endswith("norm.weight") else draw.normal(0.0, INITIALIZER_RANGE, shape)
+        for name, shape in shapes.items()
+    }
+    as_float32 = {name: value.astype(np.float32) for name, value in weights.items()}
+    save_file(as_float32, folder / "model.safetensors", metadata={"format": "pt"})
+    ends = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": SPECIAL.index("<pad>")}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        **SIZES,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "initializer_range": INITIALIZER_RANGE,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": None,
+        **ends,
+    }
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    files = {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **names},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    _build_tokenizer(alphabet).save(str(folder / "tokenizer.json"))
+
+
+def list_shapes(vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's weights by name; the embedding is also the output layer."""
+    hidden, middle, size = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["head_dim"]
+    queries, keys = SIZES["num_attention_heads"] * size, SIZES["num_key_value_heads"] * size
+    of_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    layers = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(SIZES["num_hidden_layers"])
+        for name, shape in of_layer.items()
+    }
+    return {"model.embed_tokens.weight": (vocab_size, hidden), **layers, "model.norm.weight": (hidden,)}
 
 
 def make_tokenizer(alphabet: str = ALPHABET):
-    """Return a tokenizer with one token per character: pad 0, eos 1, unk 2, then the alphabet.
+    """Return the model's tokenizer as one of transformers: one token per character.
 
     Its chat template joins the contents of the messages.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=_build_tokenizer(alphabet), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _build_tokenizer(alphabet: str):
+    """Return a tokenizer with the tokens of SPECIAL, then the alphabet."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return fast
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
