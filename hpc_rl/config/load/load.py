@@ -37,6 +37,7 @@ from hpc_rl.config.load.source import (
     Settings,
     SourceValue,
     add_origin,
+    escape_references,
     expand_references,
     flatten_settings,
     is_reference,
@@ -111,8 +112,8 @@ def load(
     settings = {name: item for name, item in settings.items() if name in known}
     try:
         # The environment comes first, because a reference to such an option takes its type.
-        _resolve(cls, settings, "${oc.env:", of_areal.replaced)
-        _resolve(cls, settings, "${", of_areal.replaced)
+        resolved = _resolve(cls, settings, "${oc.env:", of_areal.replaced)
+        _resolve(cls, settings, "${", of_areal.replaced, resolved)
     except ConfigError as error:
         if not refusals:  # else it may refer to a refused option
             refusals += error.refusals
@@ -350,11 +351,20 @@ def _list_unknown_names(settings: Settings) -> Iterator[Refusal]:
 _LITERAL = "where no reference is meant, write \\${ for ${"
 
 
-def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> None:
-    """Resolve `${a.b}` against all settings, defaults and `replaced` names. Raises ConfigError."""
-    wanted = {name: item for name, item in settings.items() if mark in repr(item.to_plain())}
+def _resolve(
+    cls: type, settings: Settings, mark: str, replaced: Settings, resolved: Collection[str] = ()
+) -> Collection[str]:
+    """Resolve `${a.b}` against all settings, defaults and `replaced` names. Raises ConfigError.
+
+    Returns the names of the settings that had references. Each `${` in a `resolved` setting is text.
+    """
+    wanted = {
+        name: item
+        for name, item in settings.items()
+        if mark in repr(item.to_plain()) and name not in resolved
+    }
     if not wanted:
-        return
+        return ()
     tree: dict[str, Any] = {}
     members = find_members(cls, settings)
     known, of = list_options(cls, members=members), list_defaults(cls, members=members)
@@ -364,7 +374,9 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
         parser.insert_value(tree, name.split("."), item.to_plain())
     for name, item in settings.items():
         value = item.to_plain()
-        if find_section(known[name]) is None and "${" not in repr(value):
+        if "${" in repr(value):
+            value = escape_references(value) if name in resolved else value
+        elif find_section(known[name]) is None:
             with contextlib.suppress(ValueError):  # the parser refuses it later
                 value = parser.convert_value(known[name], item)
         parser.insert_value(tree, name.split("."), value)
@@ -378,6 +390,7 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
             settings[name] = parse_argument(value, item.origin)
         else:
             settings[name] = add_origin(value, item.origin)
+    return wanted.keys()
 
 
 def _follow_references(tree: dict[str, Any], wanted: Settings, replaced: Settings) -> list[tuple[str, Any]]:

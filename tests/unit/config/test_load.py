@@ -150,6 +150,18 @@ def test_what_comes_from_the_environment_has_the_type_of_its_option(files, monke
         files.load(more='seed: "${oc.env:HPC_RL_NONE}"')
 
 
+def test_an_escaped_variable_is_text_and_so_is_a_reference_in_its_value(files, monkeypatch):
+    monkeypatch.setenv("HPC_RL_TEST_TEXT", "a ${b.c")
+    more = """\
+        trial_name: '\\${oc.env:HPC_RL_TEST_TEXT}'
+        tokenizer_path: "/x/${oc.env:HPC_RL_TEST_TEXT}"
+        stats_logger: {wandb: {name: "${trial_name}", group: "${tokenizer_path}"}}
+        """
+    config = files.load(more=more).config
+    assert config.trial_name == config.stats_logger.wandb.name == "${oc.env:HPC_RL_TEST_TEXT}"
+    assert config.tokenizer_path == config.stats_logger.wandb.group == "/x/a ${b.c"
+
+
 def test_a_reference_takes_the_type_and_the_text_of_what_it_names(files, monkeypatch):
     monkeypatch.setenv("HPC_RL_TEST_SEED", "7")
     more = """\

@@ -104,7 +104,7 @@ ODD = [
     "=",
     "<<",
 ]
-ODD += ["${a.b}", "\\${a}", "\\\\${", "${", "$", "echo ${X:-y}"]
+ODD += ["${a.b}", "\\${a}", "\\\\${", "${", "$", "echo ${X:-y}", "${oc.env:"]
 ODD += ["a: b", "- y", "\u2028", "\ufeff"]
 ANY = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
 TEXT = ANY | st.sampled_from(ODD)
