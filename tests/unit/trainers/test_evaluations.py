@@ -31,8 +31,8 @@ class Rollout:
     def evaluate(self, label, trainer, name, together, stopping, on_progress, within_s) -> EvalResult | None:
         self.asked.append(label)
         on_progress()
-        while not self.allowed.wait(0.01) or label == self.waits_at:
-            if stopping.is_set():
+        while label == self.waits_at or not self.allowed.is_set():
+            if stopping.wait(0.01):
                 return None
         if self.error is not None:
             raise self.error
@@ -71,7 +71,8 @@ def trial(tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "load_chain", lambda folder, version: version)
     build = lambda target, folder, version: write_json(target / "model.json", str(version))  # noqa: E731
     monkeypatch.setattr(exports, "build_model", build)
-    return start
+    yield start
+    start.last.stopping.set()  # no evaluation goes on waiting
 
 
 def held_out_rows(start: Starter) -> list[tuple[int, float]]:
