@@ -92,12 +92,21 @@ def main(args: Namespace) -> int:
     from hpc_rl.cli.__main__ import COMMANDS, build_parsers
 
     parsers = build_parsers(COMMANDS)
+    options = CommandParser("the options of all configurations")
+    for cls in CONFIGS.values():
+        add_options(options, cls)
     for path in COMPLETED[: 1 if args.shell == "bash" else None]:  # bash: see AS_SUBMIT
-        for cls in CONFIGS.values():
-            add_options(parsers[path], cls)
+        _copy_options(options, parsers[path])
     offer = {"bash": 'compgen -W "$({names})" -- "$1"', "zsh": "compadd -- $({names})"}[args.shell]
     names = f"_hpc_rl_trials() {{ {offer.format(names=INDEXED)}; }}"
     preambles = [names, LIST_METRICS, COMPLETE_METRICS[args.shell]]
     script = parsers[()].get_completion_script(f"shtab-{args.shell}", preambles=preambles)
     print(script, AS_SUBMIT if args.shell == "bash" else "", sep="\n", end="")
     return 0
+
+
+def _copy_options(source: CommandParser, target: CommandParser) -> None:
+    """Give a parser the options that it lacks: to copy one takes a hundredth of the time of making it."""
+    for action in source._actions:
+        if not target._option_string_actions.keys() & set(action.option_strings):
+            target._add_action(action)

@@ -385,7 +385,7 @@ def write_example(folder: Path, file: str, changes: dict) -> Path:
         if value is not GONE:
             inside[leaf] = value
     path = folder / "a.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    path.write_text(yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False))
     return path
 
 

@@ -77,7 +77,7 @@ def make_resolved() -> dict[str, Any]:
 
 def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
     path = folder / "a.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    path.write_text(yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False))
     return path
 
 
