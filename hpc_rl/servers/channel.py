@@ -23,15 +23,17 @@ import logging
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import numpy as np
-from aiohttp import web
 
 from hpc_rl.core.auth import parse_json_object
 from hpc_rl.servers.base import Answer
 from hpc_rl.servers.wire import Part, SendParts, make_refusal
+
+if TYPE_CHECKING:  # see client.py
+    import aiohttp
+    from aiohttp import web
 
 logger = logging.getLogger(__name__)
 CHANNEL = "/channel"
@@ -178,6 +180,8 @@ class Channel:
             await self._socket.close()
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
+        import aiohttp
+
         async with self._connecting:
             if self._socket is None or self._socket.closed:
                 self._socket = await self._session.ws_connect(
@@ -190,6 +194,8 @@ class Channel:
             return self._socket
 
     async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        import aiohttp
+
         lost = ChannelLost("broke off its answer before the end")
         try:
             async for message in socket:
@@ -233,6 +239,9 @@ class ChannelServer:
         self._connections: dict[web.WebSocketResponse, dict[int, asyncio.Task[None]]] = {}
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
+        import aiohttp
+        from aiohttp import web
+
         socket = web.WebSocketResponse(timeout=CLOSE_S, compress=False, max_msg_size=self._max_message_bytes)
         await socket.prepare(request)
         running = self._connections[socket] = {}

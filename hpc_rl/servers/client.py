@@ -6,15 +6,15 @@ request in parts (channel.py), so that another server continues from them if thi
 (router.py) chooses servers and handles failed ones.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import aiohttp
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_rl.core import net
 from hpc_rl.core.errors import (
@@ -28,6 +28,9 @@ from hpc_rl.core.errors import (
 from hpc_rl.core.types import TokenLogprobs, Turn
 from hpc_rl.servers.channel import Channel, ChannelLost, ChannelRequest
 from hpc_rl.servers.wire import LOGPROBS, PART_S, Part, Span
+
+if TYPE_CHECKING:  # it takes as long to import as all else, and a check of user code asks no server
+    import aiohttp
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 EXACT_HEADER = "X-Hpc-Rl-Exact-Version"  # the server must have the minimum version, not a newer one
@@ -61,6 +64,8 @@ def open_session(*, reuse_connections: bool = True) -> aiohttp.ClientSession:
     A server that closes idle connections after less than 60 s may close one in the moment of a request, and
     the request fails: do not reuse connections to it.
     """
+    import aiohttp
+
     kept: dict[str, Any] = {"keepalive_timeout": 60} if reuse_connections else {"force_close": True}
     connector = aiohttp.TCPConnector(limit=0, socket_factory=net.open_socket, **kept)
     timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S, sock_connect=net.SILENCE_S)
@@ -360,6 +365,8 @@ class HttpServerClient:
         self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
         """POST `body`, or GET if it is None."""
+        import aiohttp
+
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=net.SILENCE_S)
         with self._translate_errors(path, timeout_s):
@@ -373,6 +380,8 @@ class HttpServerClient:
     @contextlib.contextmanager
     def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
         """Raise ServerUnavailable if no answer came, and ServerLost if it broke off."""
+        import aiohttp
+
         try:
             yield
         except aiohttp.ConnectionTimeoutError as error:

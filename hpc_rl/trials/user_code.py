@@ -27,6 +27,7 @@ from hpc_rl.config.load.stored import list_open_variables, list_secret_variables
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
 from hpc_rl.core.refusal import Kind, Refusal, make_note
+from hpc_rl.stats import median_rule
 
 CODE_OF = "code of "
 ALGORITHM = ".algorithm"  # end of the names of options
@@ -287,8 +288,9 @@ def _environ(config: Config, workdir: Path) -> dict[str, str]:
 
 
 def _is_own_code(config: Config) -> bool:
-    if config.callbacks or not isinstance(config, GRPOConfig):
-        return bool(config.callbacks)
+    has_callbacks = any(path != median_rule.PATH for path in config.callbacks)
+    if has_callbacks or not isinstance(config, GRPOConfig):
+        return has_callbacks
     rollout = config.rollout
     workflow = find_workflow_code(config)[1]
     algorithms = (one.actor.algorithm for _, one in list_algorithms(config))

@@ -19,7 +19,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, Turn
-from hpc_rl.rollout.agent.endpoint import AgentEndpoint
 from hpc_rl.rollout.agent.episode import Episode, EpisodeFailed, EpisodeLimits
 from hpc_rl.rollout.agent.functions import OPTION, AgentFunction
 from hpc_rl.rollout.agent.joining import join_calls, make_trajectory
@@ -60,6 +59,8 @@ class AgentWorkflow:
         max_episodes: int | None = None,
         keep_tokens: bool = True,
     ) -> None:
+        from hpc_rl.rollout.agent.endpoint import AgentEndpoint  # imports aiohttp
+
         self._argv = shlex.split(command) if isinstance(command, str) else list(command)
         if function:
             AgentFunction(function)  # a mistake ends the trial now, not each prompt

@@ -12,7 +12,8 @@ from hpc_rl.core.trial import load_json
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
 from hpc_rl.schedulers.base import State
-from hpc_rl.trials import trial_index
+from hpc_rl.stats import median_rule
+from hpc_rl.trials import trial_index, user_code
 from hpc_rl.trials.user_code import fingerprint_judges
 
 pytestmark = pytest.mark.usefixtures("state_home", "scheduler")
@@ -255,7 +256,7 @@ def test_the_digest_of_a_reward_is_that_of_all_own_files_that_it_imports(tmp_pat
 
 
 CALLBACKS = """
-import os
+import os, time
 class Good:
     def on_step(self, event):
         event.stop("never in a check")
@@ -267,9 +268,8 @@ class Misspelt:
         return event.metrics["eval_rewrad"]
 class Ends:
     def on_end(self, event): os._exit(4)
-class Loops:
-    def on_end(self, event):
-        while True: pass
+class Waits:
+    def on_end(self, event): time.sleep(600)
 """
 
 
@@ -282,7 +282,7 @@ class Loops:
             "called as on_evaluation(event) with event.is_check, raises KeyError: 'eval_rewrad' (calls.py:",
         ),
         ("Ends", "ends the process, with code 4"),
-        ("Loops", "takes more than 1 s (calls.py:"),
+        ("Waits", "takes more than 1 s (calls.py:"),
     ],
 )
 def test_callbacks_are_tried(name, words, config, capsys):
@@ -302,3 +302,10 @@ def test_callbacks_are_tried(name, words, config, capsys):
 def test_callbacks_are_import_paths(value, words, config, capsys):
     assert main(["submit", "--config", str(config), "--dry_run", f"callbacks={value}"]) == 64
     assert words in capsys.readouterr().err
+
+
+def test_the_rule_of_a_sweep_is_not_tried(config, capsys, monkeypatch):
+    """Each trial of a sweep that stops bad trials has it."""
+    monkeypatch.setattr(user_code, "execute_apart", None)
+    options = ["--dry_run", f"callbacks=[{median_rule.PATH}]"]
+    assert main(["submit", "--config", str(config), *options]) == 0
