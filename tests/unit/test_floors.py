@@ -6,9 +6,9 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
+from package_sources import ROOT, SOURCES, list_imports
+
 FLOORS = [
     {"core", "sandbox"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms", "weight_files"},
@@ -26,22 +26,19 @@ FLOORS = [
     {"__init__"},  # only its names for type checkers: at run time it imports what is asked for
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
-SOURCES = sorted(ROOT.rglob("*.py"))
 
 
-def imported(node: ast.AST) -> list[str]:
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return ["."] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
+    return ["."] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def test_imports_go_down():
     wrong = []
     for path in SOURCES:
         here = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):  # also inside functions
+        for node in list_imports(path):
             for name in imported(node):
                 there = name.split(".")[1] if name.startswith("hpc_rl.") else here
                 if name == "." or (there != here and there in FLOOR and FLOOR[there] >= FLOOR[here]):
@@ -75,6 +72,8 @@ def test_light_imports():
     heavy = ["torch", "transformers", "ray", "sglang", "vllm", "megatron", "datasets", "wandb"]
     code = (
         "import importlib, sys\n"
+        "import hpc_rl.tools.check_user_code\n"  # one such process for each submission
+        "assert 'aiohttp' not in sys.modules\n"
         f"for module in {LIGHT}:\n"
         "    importlib.import_module(module)\n"
         f"    found = [name for name in {heavy} if name in sys.modules]\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import patience
 import pytest
+from package_sources import parse_source
 
 TESTS = Path(__file__).parents[1]
 WAITING_METHODS = {"wait", "communicate", "result", "join"}
@@ -49,7 +50,7 @@ def test_every_limit_of_a_wait_is_extended():
         f"{path.relative_to(TESTS)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
         if str(path.relative_to(TESTS)) not in OTHER_PROGRAMS
-        for line in find_fixed_limits(ast.parse(path.read_text()))
+        for line in find_fixed_limits(parse_source(path))
     ]
     assert not fixed, f"put these limits through patience.extend: {fixed}"
 

@@ -1,20 +1,13 @@
 """The shape of the package: no import cycle, and no decision taken by reading a message."""
 
 import ast
-from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
-SOURCES = sorted(ROOT.rglob("*.py"))
+from package_sources import ROOT, SOURCES, list_imports, parse_source
 
 # Names in which text for people is carried.
 MESSAGE_NAMES = {"reason", "reasons", "message", "messages", "words", "text", "error", "detail", "note"}
 MESSAGE_METHODS = {"startswith", "endswith", "replace", "find", "removeprefix", "removesuffix", "partition"}
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def place(path: Path) -> str:
@@ -24,8 +17,7 @@ def place(path: Path) -> str:
 def test_modules_have_no_import_cycle():
     modules = {module_name(path): path for path in SOURCES}
     edges = {
-        name: {to if to in modules else to.rpartition(".")[0] for to in imports(tree_of(path))}
-        & modules.keys()
+        name: {to if to in modules else to.rpartition(".")[0] for to in imports(path)} & modules.keys()
         for name, path in modules.items()
     }
     done: set[str] = set()
@@ -48,7 +40,7 @@ def test_commands_import_few_modules():
     modules = {module_name(path) for path in SOURCES}
     counts = {}
     for path in sorted((ROOT / "cli").glob("*.py")):
-        names = {name for name in imports(tree_of(path)) if name.startswith("hpc_rl.")}
+        names = {name for name in imports(path) if name.startswith("hpc_rl.")}
         counts[place(path)] = len({name if name in modules else name.rpartition(".")[0] for name in names})
     assert not {name: count for name, count in counts.items() if count > MAX_IMPORTS}
 
@@ -57,20 +49,20 @@ def module_name(path: Path) -> str:
     return ".".join(("hpc_rl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imports(tree: ast.Module) -> set[str]:
+def imports(path: Path) -> set[str]:
     """Return what a module imports from the package, imports inside functions included."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in list_imports(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
 def test_nothing_decides_by_reading_a_message():
     prose = prose_constants()
-    found = {place(path): reads_of_messages(tree_of(path), prose) for path in SOURCES}
+    found = {place(path): reads_of_messages(parse_source(path), prose) for path in SOURCES}
     assert not any(found.values()), {where: lines for where, lines in found.items() if lines}
 
 
@@ -79,7 +71,7 @@ def prose_constants() -> set[str]:
     return {
         target.id
         for path in SOURCES
-        for node in tree_of(path).body
+        for node in parse_source(path).body
         if isinstance(node, ast.Assign) and has_blank(node.value)
         for target in node.targets
         if isinstance(target, ast.Name) and target.id.isupper()

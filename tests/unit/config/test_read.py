@@ -15,6 +15,8 @@ from pkgutil import resolve_name
 from textwrap import dedent
 from typing import get_args, get_type_hints
 
+from package_sources import SOURCES, parse_source
+
 from hpc_rl.config import (
     held_out,
     sglang_versions,
@@ -167,9 +169,9 @@ def find_own_names() -> set[str]:
 
 @cache
 def _parse_sources() -> list[ast.AST]:
-    files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
+    files = [path for path in SOURCES if path.relative_to(ROOT).parts[1] != "config"]
     readers = [ast.parse(dedent(inspect.getsource(function))) for function in READERS]
-    return [*(ast.parse(path.read_text()) for path in files), *readers]
+    return [*map(parse_source, files), *readers]
 
 
 @cache
