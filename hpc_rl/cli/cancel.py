@@ -24,6 +24,19 @@ OUTCOMES_UNSAVED = OUTCOMES | {
     CancelOutcome.DRAINING: f"finishes its step and exits; {NOTHING_SAVED}",
     CancelOutcome.KILLED: f"is being terminated by the scheduler; {NOTHING_SAVED}",
 }
+OUTCOMES_OF_PURPOSES = {
+    "serve": {
+        CancelOutcome.DRAINING: "ends its servers and exits; it is not started again",
+        CancelOutcome.KILLED: "is being terminated by the scheduler",
+    },
+    **dict.fromkeys(
+        ("generate", "evaluate"),
+        {
+            CancelOutcome.DRAINING: "keeps its finished prompts and exits; it is not started again",
+            CancelOutcome.KILLED: "is being terminated by the scheduler; finished prompts are kept",
+        },
+    ),
+}
 
 
 def make_parser() -> CommandParser:
@@ -60,7 +73,8 @@ def describe_outcomes(trial: Trial, done: list[CancelledJob]) -> list[str]:
         return [f"{trial} was never submitted: nothing to cancel."]
     lines = []
     for item in done:
-        text = (OUTCOMES if item.job.saves else OUTCOMES_UNSAVED)[item.outcome]
+        outcomes = OUTCOMES if item.job.saves else OUTCOMES_UNSAVED
+        text = (outcomes | OUTCOMES_OF_PURPOSES.get(item.job.purpose, {}))[item.outcome]
         was = item.was.state.value if item.was else "unknown"
         lines.append(f"job {item.job.job_id} of {trial} {text.format(was=was)}.")
     return lines

@@ -41,11 +41,11 @@ def _load_for_trial(sources: prepare.ConfigSources, purpose: str, named: str) ->
         parent, step = forking.resolve_parent(named, None)
     except TrialNameError as error:
         folder = Path(named).expanduser()
-        state = "has no config.json" if folder.is_dir() else "is no folder"
-        raise TrialNameError(f"{named} is no model, because it {state}; and as a trial: {error}") from error
+        state = "it has no config.json" if folder.is_dir() else "there is no such folder"
+        raise TrialNameError(f"{named} is not a model ({state}) and not a trial: {error}") from error
     chosen = choose_export(parent, step)
     loaded = without_trainer.load_for_trial(sources, purpose, parent, chosen.step)
-    folder = without_trainer.find_weights_folder(loaded, chosen.step)
+    folder = without_trainer.find_weights_folder(loaded, parent, chosen.step)
     if not folder.exists():
         trial = submission.make_trial(loaded.config)
         trial.make_dirs(int(loaded.config.launcher.umask, 8))

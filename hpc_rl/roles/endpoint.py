@@ -56,7 +56,13 @@ def make_gateway(config: GRPOConfig, router: BalancingRouter) -> Gateway:
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     longest = find_context(config) or config.gconfig.max_tokens
     bounds = Bounds(config.gconfig.max_new_tokens, longest, tokenizer.size)
-    return Gateway(router, tokenizer, None, bounds, model_name=Path(config.actor.path).name)
+    return Gateway(router, tokenizer, None, bounds, model_name=name_model(Path(config.actor.path)))
+
+
+def name_model(folder: Path) -> str:
+    """Return the name of a model for clients: of its folder, with the trial if training exported it."""
+    is_export = folder.parent.name == "exports" and folder.name.startswith(("best", "final", "step-"))
+    return f"{folder.parent.parent.name}-{folder.name}" if is_export else folder.name
 
 
 def describe_gateway(gateway: Gateway, url: str) -> dict[str, Any]:

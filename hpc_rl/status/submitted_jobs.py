@@ -24,10 +24,14 @@ class TrialJob:
     cluster: str = ""  # Slurm's name of its cluster; empty if that is not known
     other_length: bool = False  # total_train_* differs from the submission before
     saves: bool = True  # at a stop: its recover.mode is not disabled
-    trains: bool = True
+    purpose: str = "train"  # of its trial
     # starts that a watch on another node gave back, by restart number
     lost_starts: dict[int, JobStateLine] = field(default_factory=dict)
     by_signal: bool = False  # ended by a TERM: of a cancel, a preemption or an administrator's requeue
+
+    @property
+    def trains(self) -> bool:
+        return self.purpose == "train"
 
     @property
     def ended(self) -> bool:
@@ -55,7 +59,7 @@ def load_jobs(trial: Trial) -> list[TrialJob]:
     if jobs and jobs[-1].start_mode == "resume":  # the mode of later starts is in the plan alone
         jobs[-1].saves = plan.get("recover_mode") != "disabled"
     for job in jobs:
-        job.trains = plan.get("purpose", "train") == "train"
+        job.purpose = plan.get("purpose", "train")
     return jobs
 
 

@@ -40,6 +40,7 @@ DEAD_JOBS = {
 }
 NOTHING_SAVED = "nothing is saved (recover.mode disabled)"
 RESULTS_SAVED = "finished prompts are saved"
+SERVERS_ENDED = "its servers have ended"
 ALL_FINISHED = "finished every prompt"
 FIRST_NODE_LOST = (
     "its first node failed, and the rest of the job was terminated; where it may not be requeued "
@@ -68,9 +69,16 @@ def _describe_cancel(job: TrialJob) -> str:
     return f"cancelled by a callback: {job.cancel_reason}" if job.cancel_reason else "cancelled by the user"
 
 
+def _describe_saving(job: TrialJob) -> str:
+    """Return what a job that has not ended does at a request to stop."""
+    if job.purpose == "serve":
+        return "its servers end"
+    return "it saves its state first" if job.saves else NOTHING_SAVED
+
+
 def _describe_saved(job: TrialJob, final_step: int | None, saved_step: int | None) -> str:
     if not job.trains:
-        return RESULTS_SAVED
+        return SERVERS_ENDED if job.purpose == "serve" else RESULTS_SAVED
     if not job.saves:
         return NOTHING_SAVED
     if saved_step is None:
@@ -207,7 +215,7 @@ def _judge_unended(
     if job_state.state.alive or silent_s < SILENT_AFTER_S:
         request = own.stopping
         if job.cancelled:
-            request = f"{_describe_cancel(job)}; {'it saves its state first' if job.saves else NOTHING_SAVED}"
+            request = f"{_describe_cancel(job)}; {_describe_saving(job)}"
         return (TrialState.STOPPING, request) if request else (TrialState.RUNNING, "")
     return TrialState.UNKNOWN, f"no end recorded, and no heartbeat for {silent_s / 60:.0f} min"
 

@@ -48,7 +48,7 @@ def load_for_trial(sources: ConfigSources, purpose: str, parent: Trial, step: in
     own += ["launcher.slurm.layout=allocation", "recover.mode=auto"]
     own += [f"trial_name={parent.name}-{purpose}-{step}"]
     loaded = prepare.load_stored(parent, [*own, *sources.overrides])
-    of_weights = forking.list_weights_options(loaded.config, find_weights_folder(loaded, step))
+    of_weights = forking.list_weights_options(loaded.config, find_weights_folder(loaded, parent, step))
     return prepare.load_stored(parent, [*own, *of_weights, *sources.overrides])
 
 
@@ -58,6 +58,6 @@ def has_adapter(trial: Trial) -> bool:
     return isinstance(config, GRPOConfig) and config.actor.use_lora
 
 
-def find_weights_folder(loaded: Loaded, step: int) -> Path:
-    """Return the folder in a trial of the weights of another trial at a step."""
-    return submission.make_trial(loaded.config).exports / f"model-{step:08d}"
+def find_weights_folder(loaded: Loaded, parent: Trial, step: int) -> Path:
+    """Return the folder in a new trial of the weights of `parent` at a step; clients see its name."""
+    return submission.make_trial(loaded.config).exports / f"{parent.name}-{step}"

@@ -117,6 +117,7 @@ def test_evaluate_repeats_the_evaluation_of_a_trial(tmp_path):
 
     own = next(row for row in load_history(trial_of(folder, "trained")).evaluations if row["step"] == 1)
     trial = trial_of(folder, "trained-evaluate-1")
+    assert (trial.exports / "trained-1" / "config.json").is_file(), "an endpoint shows this folder's name"
     scores = load_json(trial.results / "scores.json")
     assert scores["prompts"] == NUM_PROMPTS
     assert scores["reward"] == pytest.approx(own["eval_reward"], abs=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.trial import write_json
 from hpc_rl.schedulers.base import State
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -59,6 +60,25 @@ def test_where_nothing_is_saved_nobody_says_that_it_is(
     said = capsys.readouterr().out
     assert "state saved" not in said and "saves its state" not in said
     assert said.count("nothing is saved (recover.mode disabled)") >= 3
+
+
+@pytest.mark.parametrize(
+    ("purpose", "at_once", "later"),
+    [
+        ("serve", "ends its servers", "cancelled by the user, its servers have ended"),
+        ("generate", "keeps its finished prompts", "cancelled by the user, finished prompts are saved"),
+    ],
+)
+def test_a_trial_without_a_trainer_has_no_step_to_save(
+    trial, fake_trial, scheduler, capsys, purpose, at_once, later
+):
+    write_json(trial.plan_json, {"purpose": purpose})
+    assert main(["cancel", "t1"]) == 0
+    said = capsys.readouterr().out
+    assert at_once in said and "step" not in said
+    fake_trial.ended("7.0", 75, "cancelled by the user", at=20)
+    fake_trial.script_said("7", "ended", code=75)
+    assert load_status(trial).attempts[0].cause == later
 
 
 def test_cancelling_again_does_no_harm(trial, scheduler, capsys):
