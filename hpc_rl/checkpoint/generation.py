@@ -94,11 +94,12 @@ class Manifest:
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         """Parse a manifest. Raises ValueError with the reason if this version can't read it."""
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')!r}, this version reads {SCHEMA}")
+            schemas = f"schema {data.get('schema')!r}, this one reads {SCHEMA}"
+            raise ValueError(f"written by another version of hpc-rl ({schemas})")
         try:
             return cls(**{**data, "files": [FileRecord(**record) for record in data["files"]]})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"not a manifest: {error}") from error
+            raise ValueError(f"damaged: {MANIFEST_NAME} lacks a field or has another one: {error}") from error
 
 
 def hash_config(config: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def make_parser() -> CommandParser:
     made.add_config()
     add_fetch(made)
     episode = """then run the first prompt of train_dataset here, on the CPU, through model, workflow and
-reward; show what came of it, and what would be trained on"""
+reward; show the completion, its reward and the tokens that would be trained on"""
     made.add_flag("--episode", help=episode)
     tiny = "for --episode: a tiny model of random weights with the model's tokenizer, in place of each model"
     made.add_flag("--tiny_model", help=tiny)

@@ -64,7 +64,7 @@ def _make_list_parser() -> CommandParser:
         """Sizes and the manifest are checked; `verify` reads the content as well.
 The last line shows the steps whose weights `export` can rebuild from published weights.""",
     )
-    made.add_metrics("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
+    made.add_metrics("--metric", help="metric to show (default: of evaluations, such as eval_reward)")
     made.add_json("the list")
     return made
 

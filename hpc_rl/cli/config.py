@@ -128,7 +128,7 @@ def _describe_side(shown: ResolvedValue | None) -> str:
 
 def _make_schema_parser() -> CommandParser:
     made = CommandParser("a JSON Schema (draft 2020-12), for editors that complete and check YAML")
-    made.add_argument("--trainer", choices=list(CONFIGS), help="of one trainer only")
+    made.add_argument("--trainer", choices=list(CONFIGS), help="only options of this trainer")
     return made
 
 

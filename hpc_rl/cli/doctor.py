@@ -50,7 +50,7 @@ def make_parser() -> CommandParser:
     made = CommandParser(about, EPILOG)
     fileroot = "the directory to examine (default: the configuration's, else ~/hpc-rl)"
     made.add_argument("--fileroot", metavar="DIR", help=fileroot)
-    made.add_flag("--allocation", help="also visit nodes, by a short job of its own where this is none")
+    made.add_flag("--allocation", help="also visit nodes; outside of a Slurm job, start a short one for this")
     nodes = "how many (default: the configuration's, else 2)"
     made.add_argument("--nodes", type=Count, metavar="N", help=nodes)
     made.add_argument("--partition", help="of this partition (default: the configuration's, else Slurm's)")

@@ -18,7 +18,8 @@ def make_parser() -> CommandParser:
         "Run an environment: tasks of your own that feed a trainer.",
         "hpc-rl env serve | process | evaluate --help shows the options of an environment.",
     )
-    made.add_argument("action", choices=["urls", *HANDED_OVER], help="urls: print where a trial takes groups")
+    urls = "urls: print the URLs of a trial for environments"
+    made.add_argument("action", choices=["urls", *HANDED_OVER], help=urls)
     made.add_trial()
     made.add_json("the URLs")
     written = "urls: write a settings file for --config of an environment: URLs, tokenizer, group size"
@@ -44,13 +45,13 @@ def main(args: Namespace) -> int:
     seen = open_names(trial, config).list_leases(keys.ROLLOUT).get(keys.ROLLOUT)
     if seen is None or not seen.alive:
         raise TrialStateError(
-            f"trial {trial.name} has no rollout role that runs; see hpc-rl status {args.trial}"
+            f"the rollout role of trial {trial.name} does not run; see `hpc-rl status {args.trial}`"
         )
     url, token = seen.value["url"], trial.load_tokens()["data"]
     urls = {} if serves else {"rollout_server_url": f"{url}/t/{token}"}
     urls |= {"base_url": f"{url}/t/{token}/v1", "api_key": token}
     if args.write and serves:
-        raise TrialStateError(f"trial {trial.name} serves a model: it takes no settings of an environment")
+        raise TrialStateError(f"--write needs a trial with environments; {trial.name} only serves a model")
     if args.write:
         settings = make_environment_settings(config, Path(args.write).stem, url, token)
         write_atomic(Path(args.write), yaml.safe_dump(settings), mode=0o600)

@@ -57,7 +57,7 @@ A checkpoint needs torch. A step without one is rebuilt from the published weigh
         "upload it to this repository of Hugging Face's hub; needs a token (`hf auth login` or HF_TOKEN)"
     )
     made.add_argument("--push", metavar="OWNER/NAME", help=push_help)
-    made.add_flag("--private", help="for --push: a repository that is made is private")
+    made.add_flag("--private", help="with --push: make a new repository private")
     made.add_json("its path, its URL, and the commands that serve and evaluate it")
     return made
 

@@ -26,7 +26,7 @@ def make_parser() -> CommandParser:
     made.add_argument("name", help="name of the new trial, or experiment/name")
     checkpoint = "checkpoint, or step with published weights (default: the newest sound checkpoint)"
     made.add_argument("--from", dest="from_step", type=parse_checkpoint_step, metavar="STEP", help=checkpoint)
-    made.add_flag("--dry_run", help="show what differs, the plan and what it needs; write and submit nothing")
+    made.add_flag("--dry_run", help="write and submit nothing; show the differences, the plan and its needs")
     add_outcome(made)
     made.add_overrides()
     return made

@@ -25,9 +25,10 @@ NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit FILE`"
 
 def make_parser() -> CommandParser:
     made = CommandParser("List the trials that this account submitted, newest first.", EPILOG)
-    made.add_completed("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
+    made.add_completed("name", nargs="*", help="only trials of this name, or experiment/name; * and ? match")
     declare_filters(made)
-    made.add_argument("--sort", choices=list(SORTED_BY), help="the largest first (names: from a to z)")
+    order = "column to sort by: largest first, names from a to z"
+    made.add_argument("--sort", choices=list(SORTED_BY), help=order)
     made.add_flag("--prune", help="remove trials whose directory is gone from the list")
     made.add_flag("--offline", help="do not query the scheduler")
     made.add_json("the list")
@@ -36,8 +37,9 @@ def make_parser() -> CommandParser:
 
 def declare_filters(made: CommandParser) -> None:
     """Declare the options that choose trials of the index."""
-    made.add_argument("--experiment", metavar="NAME", help="only trials of an experiment; * and ? match")
-    made.add_argument("--state", metavar="NAMES", help="only trials in a state: running, or done,failed")
+    experiment = "only trials of this experiment; * and ? match"
+    made.add_argument("--experiment", metavar="NAME", help=experiment)
+    made.add_argument("--state", metavar="NAMES", help="only trials in these states, such as done,failed")
 
 
 def main(args: Namespace) -> int:

@@ -17,8 +17,9 @@ def make_parser() -> CommandParser:
     )
     of = "grpo: a model learns sums (the default); teacher: a model learns to give hints to another"
     made.add_argument("--method", choices=list(METHODS), default="grpo", help=of)
-    made.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
-    made.add_argument("--seed", type=Count, default=1, help="seed of everything (default: 1)")
+    folder = "directory for models, task and trials (default: ./quickstart)"
+    made.add_argument("--dir", default="quickstart", help=folder)
+    made.add_argument("--seed", type=Count, default=1, help="seed of models, task and training (default: 1)")
     made.add_flag("--only_prepare", help="make the models and the task, then stop")
     made.add_overrides()
     return made

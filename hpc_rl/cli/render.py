@@ -24,7 +24,7 @@ def make_parser() -> CommandParser:
     output = "write to this directory instead of the trial's own"
     command.add_argument("--output", type=Path, metavar="DIR", help=output)
     command.add_flag(
-        "--check", help="check the scripts and the request first; if they can't run, write nothing"
+        "--check", help="check the scripts and the requested resources first; write nothing if a check fails"
     )
     command.add_json("paths, notes and checks")
     return command

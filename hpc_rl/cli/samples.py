@@ -32,20 +32,17 @@ wrote, shortened)."""
 def make_parser() -> CommandParser:
     made = CommandParser(DESCRIPTION, EPILOG)
     made.add_trial("the one that runs, else the newest")
-    made.add_argument(
-        "--step", type=Count, metavar="N", help="after which they were made (default: the newest)"
-    )
+    made.add_argument("--step", type=Count, metavar="N", help="samples of this step (default: the newest)")
     made.add_flag("--all", help="samples of all steps")
     made.add_flag("--eval", help="samples of evaluations, not of steps")
     made.add_flag("--best", help="highest rewards first")
     made.add_flag("--worst", help="lowest rewards first")
-    made.add_argument(
-        "--search", metavar="TEXT", help="with a text in prompt, completion or columns, of all steps"
-    )
-    made.add_argument("--reward", metavar="A..B", help="with a reward from A to B; either may be missing")
-    made.add_argument(
-        "-n", type=Count, metavar="N", help=f"how many (default: {DEFAULT_N}; with --jsonl all)"
-    )
+    text = "samples of all steps with this text in prompt, completion or columns"
+    made.add_argument("--search", metavar="TEXT", help=text)
+    reward = "samples with a reward from A to B; A or B may be left out"
+    made.add_argument("--reward", metavar="A..B", help=reward)
+    number = f"number of samples to show (default: {DEFAULT_N}; with --jsonl all)"
+    made.add_argument("-n", type=Count, metavar="N", help=number)
     made.add_flag("--jsonl", help="one JSON object per line instead")
     return made
 

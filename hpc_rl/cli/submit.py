@@ -28,7 +28,7 @@ def make_parser() -> CommandParser:
     add_fetch(command)
     command.add_flag(
         "--dry_run",
-        help="stop before anything is written; show the plan and its needs, or all refusals",
+        help="write and submit nothing; show the plan and its resources, or all that is refused",
     )
     after = command.add_mutually_exclusive_group()
     text = "start once that job, or the newest job of that trial, has ended"

@@ -95,12 +95,12 @@ def _make_eject_parser() -> CommandParser:
         "write an override of some blocks, to be edited",
         "Example: hpc-rl templates eject site --to /etc/hpc-rl",
     )
-    made.add_argument("template", help="as templates/site.sh.j2, or site")
+    made.add_argument("template", help="a template, such as templates/site.sh.j2 or site")
     blocks = "a block to override, several times for several"
     made.add_argument("--block", action="append", default=[], metavar="NAME", help=blocks)
     where = "site directory to write into (the first of the search path); - prints it"
     made.add_argument("--to", metavar="DIR", help=where)
-    made.add_flag("--force", help="replace a file that is there")
+    made.add_flag("--force", help="replace an existing file")
     return made
 
 

@@ -21,7 +21,8 @@ PLAIN_EVERY_S = 5.0  # between lines if there is no terminal
 def make_parser() -> CommandParser:
     made = CommandParser(DESCRIPTION)
     made.add_trials("all that run or wait, else the newest")
-    made.add_argument("--every_s", type=float, default=2.0, metavar="S", help="seconds between frames (2)")
+    every = "seconds between frames (default: 2)"
+    made.add_argument("--every_s", type=float, default=2.0, metavar="S", help=every)
     made.add_flag("--once", help="show the trials once, and end")
     return made
 

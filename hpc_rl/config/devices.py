@@ -33,7 +33,7 @@ def exclude_environment_nodes(config: Config) -> Config:
                 option="environments.n_nodes",
                 value=own,
                 kind=Kind.CONFLICT,
-                why=f"leaves none of {n_nodes} node(s) to servers and trainer",
+                why=f"leaves none of the {n_nodes} node(s) for servers and trainer",
                 use=f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments",
                 related=("cluster.n_nodes",),
             )
@@ -69,7 +69,8 @@ def _drop_trainer(config: Config, allocation: Allocation) -> tuple[Allocation, l
         if one.pool != EVALUATION_POOL or one.pool in others
     )
     alone = fill_stars(config, Allocation(pools=pools))
-    return alone, [make_note("allocation_mode", f"has no trainer for this purpose: {alone} is used")]
+    why = f"has a trainer, which is not started for this purpose: {alone} is used"
+    return alone, [make_note("allocation_mode", why)]
 
 
 def _derive_allocation(config: Config) -> Allocation:

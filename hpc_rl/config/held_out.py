@@ -49,7 +49,7 @@ def refuse_same_names(evaluator: EvaluatorConfig, rows: Iterable[Mapping[str, An
     if column is None or not evaluator.sets:
         return
     for name in sorted({str(row.get(column, "")) for row in rows} & evaluator.sets.keys()):
-        why = f"has the metrics of the rows of valid_dataset with {name!r} in column {column!r}"
+        why = f"has the same name as the rows of valid_dataset with {name!r} in column {column!r}"
         yield Refusal(
             option=f"evaluator.sets.{name}",
             kind=Kind.CONFLICT,

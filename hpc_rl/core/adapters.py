@@ -70,9 +70,9 @@ class AdapterSettings:
         path = folder / CONFIG_NAME
         content = load_object(path)
         if not path.is_file() or not (folder / WEIGHTS_NAME).is_file():
-            raise ConfigError(f"{folder} is no adapter: it must have {CONFIG_NAME} and {WEIGHTS_NAME}")
+            raise ConfigError(f"{folder} is not an adapter: it must have {CONFIG_NAME} and {WEIGHTS_NAME}")
         if not content:
-            raise ConfigError(f"{path} has no JSON object with settings; copy it again")
+            raise ConfigError(f"{path} must be a JSON object with settings; copy the adapter again")
         odd = {
             key: content.get(key) for key, plain in _PLAIN.items() if content.get(key) not in (plain, None)
         }

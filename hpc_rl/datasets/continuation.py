@@ -27,8 +27,11 @@ def encode_continuation(
     template. Raises ConfigError if the template refuses the messages, or does not show the reply once.
     """
     text = tokenizer.chat([*before, {"role": "assistant", "content": REPLY}, *new], **variables)
-    if text.count(REPLY) != 1:
-        raise ConfigError(f"the chat template of {tokenizer.folder} does not show a reply once.")
+    if (times := text.count(REPLY)) != 1:
+        raise ConfigError(
+            f"the chat template of {tokenizer.folder} shows a reply of the assistant {times} times, but a "
+            "conversation of several turns needs it exactly once: use a model with another chat template"
+        )
     added = tokenizer.encode(text.rpartition(REPLY)[2], add_special_tokens=False)
     # the model may have made the token that ends a reply
     ended = bool(reply_ids) and reply_ids[-1] in tokenizer.eos_token_ids

@@ -112,5 +112,8 @@ def _load_weights(prompts: Prompts, column: str) -> np.ndarray:
         with name_in_errors(prompts.path, row):
             weights_N[position] = find_weight(prompts.rows[row], column)
     if not weights_N.any():
-        raise ConfigError(f"dataset {prompts.path}: the column {column} is 0 in every row.")
+        raise ConfigError(
+            f"dataset {prompts.path}: the column {column} is 0 in every row, so no row would be drawn. "
+            "Give some rows a weight above 0."
+        )
     return weights_N / weights_N.max()  # else the sum of very large ones, or its inverse, is infinite

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--restart", required=True, type=int, help="number of this start of the submission")
     parser.add_argument("--slurm_job", required=True, help="Slurm's id of this start")
     parser.add_argument("--first_node", required=True)
-    parser.add_argument("--number", type=int, default=0, help="of the watch")
+    parser.add_argument("--number", type=int, default=0, help="number of this watch (default: 0, the first)")
     args = parser.parse_args()
     log.configure(f"watch-{args.number}" if args.what == "watch" else "watches")
     trial = Trial(args.trial_dir)

@@ -64,7 +64,7 @@ class LocalScheduler:
                 said = output.read_text(errors="replace").strip()
                 raise SchedulerError(
                     f"{spec.script} did not start its job within {START_TIMEOUT_S:g} s. Its output is in "
-                    f"{output}: {said or 'nothing'}. Mend the problem there, and submit again."
+                    f"{output}: {said or 'nothing'}. Fix this problem, and submit again."
                 )
             time.sleep(0.01)
         return job_id

@@ -269,7 +269,7 @@ class Member:
 
     async def _start(self, body: dict[str, Any]) -> None:
         if self._backend is not None:
-            raise ValueError("the program runs already")
+            raise ValueError("the program of the server runs already")
         address, port = body["rendezvous"]
         if "folder" in body:
             await self._hold(body)

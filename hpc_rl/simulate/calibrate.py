@@ -75,7 +75,8 @@ def collect(trial: Trial) -> Evidence:
     """Read the files of a trial. Raises TrialStateError for a trial without a plan."""
     if not (stored := load_object(trial.plan_json)):
         raise TrialStateError(
-            f"{trial} has no {trial.plan_json.name} in {trial.dir}: submit or render makes it."
+            f"{trial} has no {trial.plan_json.name} in {trial.dir}: run `hpc-rl submit` or "
+            "`hpc-rl render` first."
         )
     plan, history = Plan.from_json(stored), load_history(trial)
     config = load_object(trial.config_json)

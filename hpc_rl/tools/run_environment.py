@@ -56,7 +56,8 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "environment", help=f"FILE.py, FILE.py:Class, package.module:Class, or {', '.join(BUILT_IN)}"
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with env, openai, slurm, …")
+    file = "YAML file with the sections env, openai, slurm, …"
+    parser.add_argument("--config", action=ActionConfigFile, help=file)
     parser.add_argument("--output", default="groups.jsonl", help="process: file for the groups")
     parser.add_argument("--json", action="store_true", help="evaluate: print the metrics as JSON")
     parser.add_argument("--env", type=EnvConfig, default=EnvConfig())

@@ -81,7 +81,7 @@ def plan_export(
     Raises NothingToResume, TrialStateError, ConfigError.
     """
     if private and not push:
-        raise ConfigError("--private is about --push, which is missing: add --push OWNER/NAME, or remove it")
+        raise ConfigError("--private needs --push: add --push OWNER/NAME, or remove --private")
     if push:
         hub.check_push(push)
     chosen = choose_export(trial, step, best, label)

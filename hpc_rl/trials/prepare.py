@@ -100,7 +100,8 @@ def load_stored(trial: Trial, overrides: Sequence[str]) -> Loaded:
     """Load the configuration that a trial was submitted with. Raises TrialStateError, ConfigError."""
     if not trial.config_yaml.is_file():
         raise TrialStateError(
-            f"{trial} has no {trial.config_yaml.name} in {trial.dir}: it was not made by submit or render."
+            f"{trial} has no {trial.config_yaml.name} in {trial.dir}: neither `hpc-rl submit` nor "
+            "`hpc-rl render` made this directory."
         )
     loaded = load([trial.config_yaml], overrides)
     known = {name: trial.load_variables(name) for name in VARIABLES}

@@ -54,7 +54,7 @@ def find_requirements(
     if verdict and verdict.planned:
         needs = _add_plan(needs, verdict.planned)
     if num_nodes == 0:
-        raise ConfigError("--nodes must be at least 1.")
+        raise ConfigError("--nodes must be at least 1, got 0.")
     needs = replace(
         needs,
         num_nodes=num_nodes or needs.num_nodes,

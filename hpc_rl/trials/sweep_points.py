@@ -108,7 +108,7 @@ def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
         )
     _limit(len(points))
     if wrong := [name for name in FIXED if any(name in point for point in points)]:
-        raise ConfigError(f"{wrong[0]} can't vary in a sweep: all trials have the same.")
+        raise ConfigError(f"{wrong[0]} can't vary in a sweep: all its trials share one value.")
     seen: dict[tuple[tuple[str, str], ...], Point] = {}
     for point in points:
         key = tuple(sorted(point.items()))

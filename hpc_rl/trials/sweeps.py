@@ -86,9 +86,9 @@ def plan_sweep(
     Raises ConfigError; TrialBusy if a sweep of that name has other trials.
     """
     if max_running is not None and max_running < 1:
-        raise ConfigError(f"max_running {max_running} would run no trial; allowed: 1 and more")
+        raise ConfigError(f"max_running must be at least 1, got {max_running}")
     if stop_from is not None and stop_from < 0:
-        raise ConfigError(f"stop_early {stop_from} is no step; allowed: 0 and more")
+        raise ConfigError(f"stop_early must be a step, 0 or more, got {stop_from}")
     each = {one.name: _make_sources(sources, one) for one in trials}
     first = prepare.load_config(each[trials[0].name])
     config = first.config

@@ -179,4 +179,4 @@ def test_a_command_prints_the_urls_of_a_trial_that_runs(trial):
     assert settings["env"]["wandb_name"] == "by-hand" and settings["env"]["group_size"] == 4
     assert [one["api_key"] for one in settings["openai"]] == [token, token]
     done = hpc_rl("env", "urls", "fed", cwd=here, check=False)
-    assert done.returncode != 0 and "no rollout role that runs" in done.stderr
+    assert done.returncode != 0 and "the rollout role" in done.stderr

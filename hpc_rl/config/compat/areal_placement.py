@@ -237,7 +237,7 @@ def _parse_backend(name: str, item: SourceValue, done: RenamedSettings) -> Alloc
     wants_servers = name.startswith(SERVERS)
     if len(found.pools) == wants_servers and (found.train is None) is wants_servers:
         if is_archon:
-            done.notes.append(make_note(name, f"is {found}: hpc-rl has no archon", origin=item.origin))
+            done.notes.append(make_note(name, f"is {found}: hpc-rl has no archon engine", origin=item.origin))
         return found
     use = "name servers only, as sglang:d4" if wants_servers else "name a train engine only, as fsdp:d4"
     done.refusals.append(_refuse(name, item, Kind.VALUE, "can't be used", use))
@@ -296,7 +296,7 @@ def _convert_spec(
         return
     if len(specs) > 1 or not isinstance(specs[0].value, dict):
         why = "can't be used: all ranks, and all servers, have the same options"
-        done.refusals.append(_refuse(name, item, Kind.VALUE, why, "give a list of one mapping"))
+        done.refusals.append(_refuse(name, item, Kind.VALUE, why, "give a list with one mapping"))
         return
     spec: dict[str, SourceValue] = {key: follow_references(one, given) for key, one in specs[0].value.items()}
     has_no_container = "container_type" in spec and spec["container_type"].value == "none"

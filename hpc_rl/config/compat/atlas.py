@@ -427,7 +427,7 @@ class _Translator:
             why = f"{value}, but {where} has {servers.d} servers; {agree}"
             self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         else:
-            self.note(name, item, f"has no effect here: {where} says it", Kind.NO_EFFECT, "allocation_mode")
+            self.note(name, item, f"has no effect here: {where} sets it", Kind.NO_EFFECT, "allocation_mode")
 
     def translate_name(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
         """Return the option that a name means, with its value; None if it is idle or refused."""

@@ -284,7 +284,7 @@ def _convert_member(hint: Any, key: str, item: SourceValue) -> Any:
 def _check_value(hint: Any, kinds: list[Any], value: Any) -> Any:
     """Return the value if jsonargparse accepts it. Raises ValueError with the nearest choice."""
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise ValueError(f"Numbers end at {LARGEST_INT}.")
+        raise ValueError(f"It must be from -{LARGEST_INT} to {LARGEST_INT}.")
     choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
     try:
         # jsonargparse would convert these: the text 'null' to null, '1_0' to an integer, true to 1.

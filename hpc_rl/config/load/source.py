@@ -332,7 +332,8 @@ def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
         loader.has_references = has_references
         return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
-        raise _refuse(f"{name}: this YAML is nested too deeply, or an alias (*name) holds itself.") from None
+        why = "this YAML is nested too deeply, or an alias (*name) contains itself"
+        raise _refuse(f"{name}: {why}.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -347,7 +348,8 @@ def _convert(loader: _Loader, node: yaml.Node, name: str) -> SourceValue:
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
         raise _refuse(
-            f"{origin}: the file has more than {MOST_VALUES} values, probably by aliases (*name) in aliases."
+            f"{origin}: the file has more than {MOST_VALUES} values, probably because its aliases (*name) "
+            "contain aliases."
         )
     if node.tag not in _TAGS:
         raise _refuse(

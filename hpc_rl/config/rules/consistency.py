@@ -393,9 +393,7 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
         for variable, value in found.items():
             if value == REDACTED and is_secret_variable(variable):
                 why = f": {variable} is {REDACTED}, a redacted secret"
-                yield Refusal(
-                    option=option, kind=Kind.VALUE, why=why, use="write the secret itself in place of it"
-                )
+                yield Refusal(option=option, kind=Kind.VALUE, why=why, use="write the secret itself")
 
 
 def check_keys_absent(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

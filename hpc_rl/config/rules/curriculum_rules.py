@@ -25,7 +25,7 @@ def check_curriculum(config: GRPOConfig, explicit: Collection[str]) -> Iterator[
     band = dataset.pass_band
     if len(band) != 2 or not band[0] <= band[1]:
         why = "must be two numbers, the lowest and the highest mean reward"
-        use = "use such as [0.1, 0.9]"
+        use = "use values such as [0.1, 0.9]"
         yield Refusal(option="train_dataset.pass_band", value=band, kind=Kind.VALUE, why=why, use=use)
     used = [
         name for name, is_used in ((kind, dataset.curriculum != "uniform"), ("mix", dataset.mix)) if is_used

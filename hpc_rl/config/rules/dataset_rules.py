@@ -234,7 +234,7 @@ def check_agent_columns(config: Config, explicit: Collection[str]) -> Iterator[R
             yield Refusal(
                 option="rollout.workflow_args",
                 kind=Kind.CONFLICT,
-                why=f": command has {{{missing[0]}}}, which is no column of each row of {dataset.path}",
+                why=f": command has {{{missing[0]}}}, but not every row of {dataset.path} has this column",
                 use=f"they have {', '.join(list_columns(found)) or 'nothing'}",
                 related=(f"{section}.path",),
             )
@@ -277,11 +277,14 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
         elif truths and all(isinstance(one, list | dict) for one in truths):
             kind = type(truths[0]).__name__
             each = f"the answers of {dataset.path} are of type {kind}, not texts"
-            yield refuse(value=reward, why=f"would be 0 for every row, because {each}")
+            use = f"write answers as texts, or set {section}.columns {{answer: COLUMN}} to another column"
+            yield refuse(value=reward, why=f"would be 0 for every row, because {each}", use=use)
         elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
             spaces = "begin or end with blanks, but completions are compared without those"
             yield refuse(
-                value=reward, why=f"would be 0 for every row: the answers of {dataset.path} {spaces}"
+                value=reward,
+                why=f"would be 0 for every row: the answers of {dataset.path} {spaces}",
+                use="remove the blanks from the answers",
             )
 
 

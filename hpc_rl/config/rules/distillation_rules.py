@@ -116,7 +116,8 @@ def _check_credit(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     column, is_policy = f"{SECTION}.demonstration_column", find_teacher_pool(config) is None
     if (name == "opsd" or is_policy) and section.demonstration_column is None:
         why = f"is missing: without a demonstration, the teacher of {name} is the policy itself"
-        yield Refusal(option=column, kind=Kind.MISSING, why=why, use="name a column", related=(ALGORITHM,))
+        use = "name the column with the demonstrations"
+        yield Refusal(option=column, kind=Kind.MISSING, why=why, use=use, related=(ALGORITHM,))
     yield from _check_top_k(config)
     if section.demonstration_column and "demonstration" not in list_names(section.demonstration_template):
         why = "has no {demonstration}: write it where that belongs"

@@ -28,8 +28,8 @@ def check_order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
             value="in_order",
             kind=Kind.CONFLICT,
             why=(
-                "can't be used with environments.own_prompts true, for the order of prompts and of groups "
-                "from outside can't both be kept"
+                "can't be used with environments.own_prompts true, because groups from environments arrive "
+                "in no fixed order"
             ),
             use="use ready, or own_prompts false",
             related=("environments.own_prompts",),

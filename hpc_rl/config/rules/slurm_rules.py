@@ -160,7 +160,8 @@ def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[Refu
             yield refuse(why=f": {extra!r} can't be split into arguments: {error}")
             continue
         if not extra.startswith("-"):
-            yield refuse(why=f": {extra!r} is not an sbatch option, such as --hint=nomultithread")
+            use = "write options of sbatch, such as --hint=nomultithread"
+            yield refuse(why=f": {extra!r} is not an option", use=use)
         for option in options:
             if option in _SET_BY_THE_SCRIPT:
                 reason, *related = _SET_BY_THE_SCRIPT[option]

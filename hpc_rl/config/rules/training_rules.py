@@ -362,12 +362,13 @@ def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> It
         return
     if engine.is_critic:
         is_actor = section == "actor"
-        of_policy = ": a policy has a head over the vocabulary, only a reward model or a critic a scalar one"
+        of_policy = ": a policy needs one output for each token of the vocabulary, not a single score"
+        of_others = ": only trainer rw trains a model with a single score as its output"
         yield Refusal(
             option=f"{section}.is_critic",
             value="true",
             kind=Kind.CONFLICT,
-            why=of_policy if is_actor else ": only a reward model (trainer: rw) is one",
+            why=of_policy if is_actor else of_others,
             use="remove it",
             related=() if is_actor else ("trainer",),
         )

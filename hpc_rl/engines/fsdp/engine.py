@@ -220,7 +220,7 @@ class FSDPEngine(TrainedEngine):
         if heads % context or (shared % context and context % shared):
             raise ConfigError(
                 f"c{context} must divide the {heads} heads of a tensor rank, and divide or be a multiple of "
-                f"its {shared} key-value heads"
+                f"its {shared} key-value heads; use another c in allocation_mode, or d in place of c"
             )
 
     def _coordinates(self) -> dict[str, int]:

@@ -167,7 +167,7 @@ class FusedDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         if attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
-            raise NotImplementedError("biases on output projections")
+            raise NotImplementedError("output projections with a bias are not supported")
         norms = None
         if hasattr(attention, "q_norm"):  # Qwen3: per head, one weight for queries and one for keys
             parts = [attention.q_norm.weight] * self.num_heads
@@ -360,7 +360,7 @@ class Model:
         names = dict(self.module.named_parameters())
         layers = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
         if len(tensors) != 2 * len(layers):
-            raise ValueError(f"{folder} has tensors that are no LoRA matrices")
+            raise ValueError(f"{folder} has tensors other than LoRA matrices")
         wanted = {f"{layer.removeprefix(adapters.PREFIX)}.weight": layer for layer in layers}
         if unknown := wanted.keys() - names.keys():
             raise ValueError(f"the adapter in {folder} changes {min(unknown)}, which the model does not have")

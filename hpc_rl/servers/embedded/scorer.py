@@ -91,7 +91,8 @@ def load(path: str, dtype: torch.dtype) -> Any:
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         kind = type(model).__name__
         raise ConfigError(
-            f"the embedded engine can't score with {path}: a {kind} has no linear layer `score`"
+            f"{path} can't be used as a reward model, because a {kind} has no linear layer `score`; use a "
+            "sequence-classification model that has one, such as Qwen2ForSequenceClassification"
         )
     return model.eval().requires_grad_(False)
 

@@ -253,7 +253,7 @@ def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
     save(trial, 3)
     path = trial.generation(3) / "manifest.json"
     data = json.loads(path.read_text())
-    for change, words in (({"schema": 99}, "schema 99"), ({"surprise": 1}, "not a manifest")):
+    for change, words in (({"schema": 99}, "schema 99"), ({"surprise": 1}, "lacks a field")):
         new = {key: value for key, value in {**data, **change}.items() if key != "xxh3"}
         path.write_text(generation.seal(new))
         assert words in check(trial.generation(3)).problem

@@ -557,13 +557,15 @@ def test_a_model_that_is_not_known_is_not_estimated(config, scheduler, capsys):
     assert "memory     not estimated" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("place", "words"), [("nowhere", "is no folder"), ("a", "has no config.json")])
+@pytest.mark.parametrize(
+    ("place", "words"), [("nowhere", "there is no such folder"), ("a", "it has no config.json")]
+)
 def test_a_place_that_is_neither_a_model_nor_a_trial_is_refused(tmp_path, monkeypatch, capsys, place, words):
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", place]) == 64
     said = capsys.readouterr().err
-    assert f"{place} is no model, because it {words}; and as a trial: there is no trial {place!r}" in said
+    assert f"{place} is not a model ({words}) and not a trial: there is no trial {place!r}" in said
 
 
 def test_a_dry_run_shows_the_purpose(config, scheduler, capsys):

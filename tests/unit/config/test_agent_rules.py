@@ -31,7 +31,7 @@ def test_an_agent_needs_no_column_for_a_reward(tmp_path):
         ({"command": "a", "function": "b:c"}, Kind.CONFLICT, "has both command and function"),
         ({"function": "agent.solve"}, Kind.VALUE, "not of the form package.module:name"),
         ({"command": "python 'agent.py"}, Kind.VALUE, "can't be split into words"),
-        ({"command": "echo {question}"}, Kind.CONFLICT, "{question}, which is no column"),
+        ({"command": "echo {question}"}, Kind.CONFLICT, "{question}, but not every row"),
         ({"command": "a", "retries": -1}, Kind.VALUE, "retries -1 can't be used"),
         ({"command": "a", "max_calls": 0}, Kind.VALUE, "max_calls 0 can't be used"),
         ({"command": "a", "max_episodes": "many"}, Kind.VALUE, "max_episodes 'many' can't be used"),

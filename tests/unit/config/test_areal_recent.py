@@ -370,7 +370,7 @@ def test_what_areal_leaves_idle_of_one_node_is_not_requested(tmp_path):
         (
             {"actor.scheduling_spec": [{"cpu": 2}, {"cpu": 3}], "ref.scheduling_spec": None},
             "actor.scheduling_spec",
-            "give a list of one mapping",
+            "give a list with one mapping",
         ),
         (
             {"actor.scheduling_spec.[].cores": 2},

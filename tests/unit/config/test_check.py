@@ -483,7 +483,7 @@ def test_a_dpo_trial_is_named_by_trainer_or_by_its_rows(named):
     assert (config.model.is_critic, config.model.mb_spec.granularity) == (False, 2)
     assert (config.ref.path, config.ref.megatron.recompute_num_layers) == ("/r", 2)
     for overrides, words in (
-        (["model.is_critic=true"], "model.is_critic true: only a reward model"),
+        (["model.is_critic=true"], "model.is_critic true: only trainer rw trains"),
         (["model.mb_spec.granularity=3"], "would put `chosen` and `rejected` of a pair"),
         (["model.label_smoothing=0.5"], "model.label_smoothing"),
         (["model.loss_type=ipo", "model.label_smoothing=0.1"], "has no effect with model.loss_type ipo"),
@@ -517,7 +517,7 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
     ):
         with pytest.raises(ConfigError, match=words):
             load_checked(named, override, base=SFT)
-    with pytest.raises(ConfigError, match="only a reward model"):
+    with pytest.raises(ConfigError, match="only trainer rw trains"):
         load_checked("model.is_critic=true", base=SFT)
 
 

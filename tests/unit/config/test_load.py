@@ -134,7 +134,7 @@ def test_a_value_within_a_mapping_is_named(files):
 def test_aliases_that_multiply_are_refused(files):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
-    with pytest.raises(ConfigError, match="more than 100000 values, probably by aliases"):
+    with pytest.raises(ConfigError, match="more than 100000 values, probably because its aliases"):
         files.load(more="\n".join(lines))
 
 

@@ -94,7 +94,7 @@ def list_refusals(tmp_path: Path, *options: str, kind: str = "qwen3") -> dict[st
             "actor.lora_publish",
             "up to rank 512",
         ),
-        (["actor.lora_path=/nowhere"], "qwen3", "actor.lora_path", "no adapter"),
+        (["actor.lora_path=/nowhere"], "qwen3", "actor.lora_path", "is not an adapter"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, options, kind, option, words):
@@ -117,7 +117,7 @@ def test_settings_of_an_adapter_that_are_no_json_object_are_named(tmp_path, text
     adapter = write_adapter(tmp_path / "adapter", "/base", rank=8)
     (adapter / "adapter_config.json").write_text(text)
     found = list_refusals(tmp_path, f"actor.lora_path={adapter}")
-    assert "adapter_config.json has no JSON object with settings" in found["actor.lora_path"]
+    assert "adapter_config.json must be a JSON object" in found["actor.lora_path"]
 
 
 def list_start_problems(tmp_path: Path, *options: str, kind: str = "qwen3", **adapter) -> dict[str, str]:

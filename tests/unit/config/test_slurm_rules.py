@@ -95,14 +95,14 @@ def test_memory_per_gpu_needs_gpus(refusals):
         ("-N4", "cluster.n_nodes"),
         ("-c 4", "cpus_per_task"),
         ("--output=/dev/null", "the script"),
-        ("x", "not an sbatch option"),
+        ("x", "is not an option"),
         ("--a=b\nrm -rf /", "line break"),
         ("--hint=a --gres=gpu:1", "launcher.slurm.gres"),
         ('--hint=a "--gres=gpu:1"', "launcher.slurm.gres"),
         ("--hint='a", "can't be split"),
         ("", "empty"),
         ("--no-requeue", "recover.mode"),
-        ("hetjob", "not an sbatch option"),
+        ("hetjob", "is not an option"),
     ],
 )
 def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words):

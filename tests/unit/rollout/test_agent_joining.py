@@ -112,7 +112,7 @@ def test_the_continuation_adds_the_end_of_a_reply_that_lacks_it(chat_tokenizer):
 
 
 def test_a_template_that_hides_a_reply_gives_no_continuation(chat_tokenizer):
-    with pytest.raises(ConfigError, match="does not show a reply once"):
+    with pytest.raises(ConfigError, match="shows a reply of the assistant 2 times"):
         encode_continuation(chat_tokenizer, [], [{"role": "user", "content": "hpc-rl-reply"}], [1])
 
 
