@@ -24,18 +24,17 @@ OUTCOMES_UNSAVED = OUTCOMES | {
     CancelOutcome.DRAINING: f"finishes its step and exits; {NOTHING_SAVED}",
     CancelOutcome.KILLED: f"is being terminated by the scheduler; {NOTHING_SAVED}",
 }
+_OUTCOMES_OF_PROMPTS = {
+    CancelOutcome.DRAINING: "keeps its finished prompts and exits; it is not started again",
+    CancelOutcome.KILLED: "is being terminated by the scheduler; finished prompts are kept",
+}
 OUTCOMES_OF_PURPOSES = {
     "serve": {
         CancelOutcome.DRAINING: "ends its servers and exits; it is not started again",
         CancelOutcome.KILLED: "is being terminated by the scheduler",
     },
-    **dict.fromkeys(
-        ("generate", "evaluate"),
-        {
-            CancelOutcome.DRAINING: "keeps its finished prompts and exits; it is not started again",
-            CancelOutcome.KILLED: "is being terminated by the scheduler; finished prompts are kept",
-        },
-    ),
+    "generate": _OUTCOMES_OF_PROMPTS,
+    "evaluate": _OUTCOMES_OF_PROMPTS,
 }
 
 
