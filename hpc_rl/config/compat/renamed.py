@@ -1,13 +1,11 @@
 """The result of a translation: settings with our names, notes and refusals; and references between names."""
 
 import dataclasses
-import re
 from collections import defaultdict
 
-from hpc_rl.config.load.source import Settings, SourceValue
+from hpc_rl.config.load.source import WHOLE_REFERENCE, Settings, SourceValue
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 
-REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 _SHOWN = 3  # names in a note
 
 
@@ -37,7 +35,9 @@ def explain_name(option: str) -> str:
 def follow_references(item: SourceValue, given: Settings) -> SourceValue:
     """Return the value that `${a.b}` stands for; other values as they are."""
     seen: set[str] = set()
-    while (match := REFERENCE.fullmatch(str(item.value))) and match[1] in given and match[1] not in seen:
+    while (
+        (match := WHOLE_REFERENCE.fullmatch(str(item.value))) and match[1] in given and match[1] not in seen
+    ):
         seen.add(match[1])
         item = given[match[1]]
     return item

@@ -382,7 +382,7 @@ def _resolve(
         parser.insert_value(tree, name.split("."), value)
     for name, value in _follow_references(tree, wanted, replaced) or _interpolate(tree, settings, wanted):
         item = wanted[name]
-        reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
+        reference = WHOLE_REFERENCE.fullmatch(item.value) if isinstance(item.value, str) else None
         follows_a_default = reference and reference[1] not in settings and reference[1] in of
         if follows_a_default and value == of.get(name, ...):
             del settings[name]  # both are defaults, and may still adapt together
@@ -424,7 +424,7 @@ def _has_plain_references(item: SourceValue) -> bool:
 
 
 def _get_inner(tree: Any, key: str) -> Any:
-    """Return the value of a key; if there is none, an object, which is no plain value."""
+    """Return the value of a key; without one, an object that is not a plain value."""
     return tree.get(key, _ABSENT) if isinstance(tree, dict) else _ABSENT
 
 

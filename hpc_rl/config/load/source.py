@@ -109,7 +109,7 @@ class FastYaml12(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 MOST_VALUES = 100_000  # in one file; an alias counts at each use
-WHOLE_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+WHOLE_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")  # names of sets and pools may have hyphens
 MAX_EXPANSIONS = 10
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {
@@ -312,7 +312,7 @@ def _replace_hyphens(name: str) -> str:
 _Loader = Yaml12 | FastYaml12
 # libyaml accepts some tabs that PyYAML refuses, and counts other ends of lines.
 _NOT_FOR_LIBYAML = re.compile(r"[^\n -~\xa0-\u2027\u202a-\ud7ff]")
-MOST_NESTED = 500  # brackets and columns; libyaml's composer has no limit of its own
+MOST_NESTED = 500  # brackets and columns; libyaml's composer has no limit
 
 
 def _compose(text: str) -> tuple[_Loader, yaml.Node | None]:

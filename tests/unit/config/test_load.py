@@ -176,6 +176,18 @@ def test_a_reference_takes_the_type_and_the_text_of_what_it_names(files, monkeyp
     assert (config.stats_logger.wandb.name, config.tokenizer_path) == ("1.10", "/x/1.10")
 
 
+def test_references_to_names_with_hyphens(files):
+    more = """
+        pools:
+          of-maths: {url: "http://h:1/v1", model: m, max_new_tokens: 77}
+          other: ${pools.of-maths}
+        gconfig: {max_new_tokens: "${pools.of-maths.max_new_tokens}"}
+    """
+    config = files.load(more=more).config
+    assert config.pools["other"] == config.pools["of-maths"]
+    assert config.gconfig.max_new_tokens == 77
+
+
 def test_a_reference_to_a_default_says_nothing_of_its_own(files):
     loaded = files.load(
         more='ref: {path: /m, dtype: "${actor.dtype}"}\nsglang: {context_length: "${gconfig.max_tokens}"}'
