@@ -13,7 +13,7 @@ from hpc_rl.algorithms.rewards import compute_credit
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    """The bounds of the weight: 1 - eps_clip and 1 + eps_clip_higher. An eps_clip of 1 is no lower bound."""
+    """The bounds of the weight: 1 - eps_clip (1 means no lower bound) and 1 + eps_clip_higher."""
 
     eps_clip: float = 1.0
     eps_clip_higher: float | None = 4.0

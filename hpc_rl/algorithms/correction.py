@@ -23,7 +23,7 @@ class Correction:
     The weight of a sequence is the geometric mean of the weights of its tokens. `truncate` moves weights to
     the nearest bound (truncated importance sampling: Yao et al., "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training", 2025). `mask` leaves tokens or sequences beyond a bound out of the loss and
-    its divisor (masked importance sampling; two-sided: IcePop, Ling team, 2025). A bound of None is no bound.
+    its divisor (masked importance sampling; two-sided: IcePop, Ling team, 2025). None means no bound.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -34,7 +34,7 @@ class Correction:
     def compute_weights(
         self, log_weight_T: torch.Tensor, mask_T: torch.Tensor, row_T: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weight of each token, 0 where it is excluded, and whether it is excluded."""
+        """Return the weight of each token (0 if excluded), and whether it is excluded."""
         # masked before exp: no overflow at tokens that don't count
         log_weight_T = torch.where(mask_T, log_weight_T, torch.zeros_like(log_weight_T))
         if self.level == "sequence":

@@ -60,7 +60,7 @@ class Sweep:
     def advance(self) -> int:
         """Submit the trials that may run now, and return how many still wait.
 
-        Only for a sweep without a scheduler that was made by `sweep` in this process; else none wait.
+        Only for a sweep without a scheduler that `sweep` made in this process; else none wait.
         """
         if self._plan is None:
             return 0
@@ -155,9 +155,9 @@ def sweep(
         points: `{"actor.optimizer.lr": [1e-6, 3e-6], "seed": range(1, 5)}` means all combinations; a list of
             dicts names the options of each trial.
         name: Of the sweep; None for the `trial_name`.
-        metric: By which trials are compared; None for the held-out measure, else reward or loss.
+        metric: The one that compares trials; None for the held-out measure, else reward or loss.
         max_running: How many trials may run at once; None for no limit on Slurm, and 1 on this machine.
-        stop_early: The step from which trials stop whose best value is below the median of the others.
+        stop_early: From this step on, trials stop if their best value is below the median of the others.
         options: Of all trials, as for `load`.
 
     Raises ConfigError, TrialBusy if there is a sweep of that name with other trials, SchedulerError.
@@ -194,6 +194,6 @@ def _make_points(points: Points) -> list[sweep_points.Point]:
 
 
 def _format(name: str, value: Any) -> str:
-    """Return a value as the command line has it: text without quotes where it can do without."""
+    """Return a value as the command line has it: text without unnecessary quotes."""
     text = format_value(name, value)
     return value if isinstance(value, str) and json.dumps(value) == f'"{value}"' and value else text

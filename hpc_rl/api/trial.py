@@ -316,7 +316,7 @@ class Trial:
             best: A metric, such as `eval_reward`: take the checkpoint with its largest value.
             merge: Write a whole model with the trained adapter merged into it.
             push: Upload the folder to this repository of Hugging Face's hub, `OWNER/NAME`; needs a token.
-            private: A repository that is made by the upload is private.
+            private: Make a new repository private.
 
         Raises NothingToResume if there is no such checkpoint, ConfigError, CannotWrite, HpcRlError.
         """

@@ -28,7 +28,7 @@ def make_parser() -> CommandParser:
     made.add_argument("--rank", type=Count, help="rank of the replica (default: the first)")
     made.add_flag("--list", help="list all running processes instead")
     made.add_flag("--exec", help="run the command instead of printing it")
-    made.add_argument("--run", action="append", default=[], help=argparse.SUPPRESS)  # what follows --
+    made.add_argument("--run", action="append", default=[], help=argparse.SUPPRESS)  # the words after --
     made.add_json("the processes")
     return made
 

@@ -94,7 +94,7 @@ def _play_episode(planned: Planned, args: Namespace, notes: list[str]) -> dict[s
     require_torch("--episode runs the model on this machine")
     config = planned.loaded.config
     if own_environment(config, planned.plan.python):
-        notes.append("the episode runs in this environment; the job has one of its own")
+        notes.append("the episode runs in this environment; the job has its own")
     with ProgressLine() as line:
         played = play_episode(config, args.timeout_s, args.tiny_model, Path.cwd(), line.show)
     if unused := played.pop("unused", ""):
@@ -158,7 +158,7 @@ def _describe_episode(played: dict[str, Any]) -> list[str]:
             lines += format_block("model" if part["trained"] else "given", _cut(part["text"]), width)
     if rows and len({one["reward"] for one in rows}) == 1 < len(rows):
         lines.append(
-            "note: all rewards are equal; where they are compared within a group, nothing is learnt from it"
+            "note: all rewards are equal: algorithms that compare rewards within a group learn nothing"
         )
     for name in ("log", "trace"):
         if text := played.get(name, "").strip("\n"):

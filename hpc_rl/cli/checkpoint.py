@@ -140,7 +140,7 @@ def _verify(args: Namespace) -> int:
 def _make_now_parser() -> CommandParser:
     made = _make_parser(
         "ask a running trial to save after its current step, and wait until the checkpoint is whole",
-        "Training continues meanwhile. Exit code 75 where it was not saved in time.",
+        "Training continues meanwhile. Exit code 75 if it was not saved in time.",
         default="the one that runs",
     )
     wait = "for the checkpoint (default: 600)"

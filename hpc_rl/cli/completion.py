@@ -42,7 +42,7 @@ _hpc_rl_metrics() {
 _hpc_rl_metrics() { compset -P '*,'; compadd -- $(_hpc_rl_list_metrics $words) }
 """,
 }
-# Completes options of a configuration as submit does, and a.b=VALUE as --a.b, beside names of files.
+# Completes options of a configuration as submit does, and a.b=VALUE as --a.b, and names of files.
 AS_SUBMIT = """
 _hpc_rl() {
   local words=("${COMP_WORDS[@]}") word="${COMP_WORDS[COMP_CWORD]}" last=$COMP_CWORD own

@@ -18,7 +18,7 @@ KINDS = [*dict.fromkeys(HOLDS.values()), REST]
 
 def make_parser() -> CommandParser:
     made = CommandParser(
-        "Show what trials hold on disk, the largest first: checkpoints, weights, logs, exports.",
+        "Show the disk use of trials, the largest first: checkpoints, weights, logs, exports.",
         "`hpc-rl remove` removes trials; `recover.keep` limits their checkpoints. A trial that is done has\n"
         "removed the weights that it published, except a history up to `weights.history_gb`.",
     )

@@ -15,7 +15,7 @@ HANDED_OVER = ("serve", "process", "evaluate")
 
 def make_parser() -> CommandParser:
     made = CommandParser(
-        "Run an environment: tasks of your own that feed a trainer.",
+        "Run an environment: a program with your tasks, which feeds a trainer.",
         "hpc-rl env serve | process | evaluate --help shows the options of an environment.",
     )
     urls = "urls: print the URLs of a trial for environments"

@@ -28,7 +28,7 @@ ROLES = (
     "supervisor",
     "job",
 )
-ROLE_HELP = "role; `job` is the output of the job script, `serveragent` of what starts the servers of a node"
+ROLE_HELP = "role; `job` is the job script, `serveragent` the process that starts the servers of a node"
 FILTERS = ("role", "index", "incarnation", "attempt", "rank")
 WHOLE = 1 << 40  # lines
 TICK_S = 0.5
@@ -45,7 +45,7 @@ def make_parser() -> CommandParser:
     made.add_argument("--incarnation", type=Count, help=incarnation)
     attempt = "attempt, as status names it (default: the newest with a matching log)"
     made.add_argument("--attempt", help=attempt)
-    rank = "rank, where ranks have files of their own, or `all` (default: rank 0)"
+    rank = "rank, if ranks have separate files, or `all` (default: rank 0)"
     made.add_argument("--rank", type=_parse_rank, metavar="RANK", help=rank)
     lines = "number of lines from the end (default: 40)"
     made.add_argument("-n", "--lines", type=Count, default=40, help=lines)

@@ -17,7 +17,7 @@ from hpc_rl.core.errors import ConfigError
 
 __all__ = ["Namespace"]
 T = TypeVar("T", int, float)
-# The attribute by which shtab completes an argument; the function is written by `config completion`.
+# The attribute that shtab reads to complete an argument; the function is written by `config completion`.
 TRIAL_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_trials"))
 METRIC_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_metrics"))
 CONFIG_FILES = (".yaml", ".yml", ".json")

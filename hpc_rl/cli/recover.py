@@ -71,7 +71,7 @@ def _describe_unread(trial: Trial, start: FirstStart) -> str:
     """Name the files that only the start reads, and its reaction to a damaged one."""
     then = "the start checks them while it loads, and falls back to the previous checkpoint if one is damaged"
     if start.situation.wanted is not None:
-        then = "the start reads them before it sets later checkpoints aside, and stops where one is damaged"
+        then = "the start reads them before it sets later checkpoints aside, and stops if one is damaged"
     verify = f"hpc-rl checkpoint verify {trial_index.format_name(trial)} --step {start.decision.step}"
     return f"not read     {', '.join(start.unread)}: large; {then}. To read them now: {verify}"
 

@@ -49,7 +49,7 @@ def main(args: Namespace) -> int:
     value |= {"checks": [check.to_json() for check in checks]} if args.check else {}
     lines = describe_submission(done, planned)
     if args.output:
-        lines.insert(0, f"note: in a directory of its own the trial has that one's name: {done.trial}")
+        lines.insert(0, f"note: with --output the trial has the name of the directory: {done.trial}")
     lines += [f"check      {check.line()}" for check in checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     print_result(args.json, value, [*lines, f"next       {by_hand} {done.script}"])

@@ -48,7 +48,7 @@ def choose_allocation(config: Config) -> tuple[Allocation, list[Refusal]]:
         return _drop_trainer(config, allocation) if not has_trainer(config) else (allocation, [])
     allocation = _derive_allocation(config)
     cluster = config.cluster
-    kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
+    kind = f"with {cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
     why = f"is not set, so {allocation} is chosen for {cluster.n_nodes} node(s) {kind}"
     return allocation, [make_note("allocation_mode", why)]
 
@@ -136,7 +136,9 @@ def _fill_shared_stars(config: Config, allocation: Allocation) -> Allocation:
     units = servers.num_units or train.num_units or cluster.n_nodes * max(cluster.n_gpus_per_node, 1)
     for part in (servers, train):
         if units % part.units_per_replica:
-            why = f": d* can't be filled, because {units} units are no multiple of {part.units_per_replica}"
+            why = (
+                f": d* can't be filled, because {units} units are not a multiple of {part.units_per_replica}"
+            )
             use = "write a number in place of *, or change the sizes"
             sizes = ("cluster.n_nodes", "cluster.n_gpus_per_node")
             raise DoesNotFit(

@@ -187,7 +187,7 @@ def _make_areal_names() -> Iterator[str]:
     rows[f"`{WORKFLOW_ARGS}.NAME`"] = [f"`{name}`" for name in OF_WORKFLOWS]
     unwritten = (f"`{name}` {json.dumps(value)}" for name, (value, _) in AS_UNWRITTEN.items())
     texts = [
-        "Names in AReaL's files that are no options here. Rows about `actor` apply to `ref` and `model`.",
+        "Names in AReaL's files that are not options here. Rows about `actor` apply to `ref` and `model`.",
         "Options of the policy's loss in `ref`, and levels of normalization that are `none`, are accepted.",
         f"Keys for `{WORKFLOW_ARGS}` need a `{WORKFLOW}`; the multi-turn example gets `multi_turn`.",
         "`rollout.backend`, `actor.backend` and `teacher.backend` are `allocation_mode`.",

@@ -192,7 +192,7 @@ def _make_error(row: Row, needed: str) -> ConfigError:
 
 
 def load_jsonl_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """Yield (line, row) of each line that is not blank. Raises ConfigError for a line that is no object."""
+    """Yield (line, row) of each line that is not blank. Raises ConfigError for lines that are not objects."""
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             if not (line := raw.strip()):

@@ -66,7 +66,7 @@ class AdapterSettings:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterSettings:
-        """Read the settings of an adapter. Raises ConfigError if it is no plain LoRA adapter."""
+        """Read the settings of an adapter. Raises ConfigError if it is not a plain LoRA adapter."""
         path = folder / CONFIG_NAME
         content = load_object(path)
         if not path.is_file() or not (folder / WEIGHTS_NAME).is_file():

@@ -50,7 +50,7 @@ def _load_header(path: Path) -> dict[str, dict[str, Any]]:
         ends = [one["data_offsets"][1] for one in tensors.values() if one["shape"] is not None]
         whole = _LENGTH_BYTES + length + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise IncompleteFile(f"{path.name} is damaged: its header is no table of tensors") from error
+        raise IncompleteFile(f"{path.name} is damaged: its header is not a table of tensors") from error
     if size < whole:
         raise IncompleteFile(f"{path.name} is cut off: it has {size} of {whole} bytes")
     return tensors

@@ -173,7 +173,7 @@ _DEFAULTS: dict[str, Any] = {
     "share": 1.0,
     "output": "",
 }
-_PLAIN = ("reward", "finish_reason", *_DEFAULTS)  # fields of a trajectory that are no arrays
+_PLAIN = ("reward", "finish_reason", *_DEFAULTS)  # fields of a trajectory that are not arrays
 _ARRAYS = tuple(name for name in Trajectory.__slots__ if name not in _PLAIN)
 _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}
 

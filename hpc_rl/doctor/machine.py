@@ -258,7 +258,7 @@ def check_memory(needs: Requirements) -> Verdict:
     usable, limit = measure_usable_memory(), measure_cgroup_memory()
     found = f"{_format_gb(usable)} usable" + (" (control group)" if limit is not None else "")
     found += f", {_format_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
-    fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
+    fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel ends processes above it."
     return judge(found, fix, fail=usable < needs.mem_mb << 20)
 
 

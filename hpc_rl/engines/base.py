@@ -172,7 +172,7 @@ class Engine(Protocol):
         """
 
     def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
-        """Write the files that servers need beside the published tensors, into an existing folder.
+        """Write the files that servers need in addition to the published tensors, into an existing folder.
 
         Not collective. Raises OSError.
         """
@@ -201,7 +201,7 @@ class Scorer(Protocol):
 
 @dataclass
 class FrozenBase:
-    """The frozen base of an engine that trains an adapter, as a model of its own."""
+    """The frozen base of an engine that trains an adapter, as a separate model."""
 
     engine: Engine
 

@@ -33,7 +33,7 @@ class _Fetch:
 
 
 class BatchPrefetch:
-    """Used by rank 0. `client` is of its own, for the thread."""
+    """Used by rank 0. Only its thread uses `client`."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client

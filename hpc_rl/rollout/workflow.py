@@ -191,7 +191,7 @@ class Sampler:
         return self._min_version if pool is self._pool else ""
 
     def make_seed(self, label: str, number: int) -> int:
-        """Return the seed of a generation with a label of its own, the same in a repeated run."""
+        """Return the seed of a generation with its own label, the same in a repeated run."""
         return make_sample_seed(*self._identity, f"{label}/{number}")
 
     def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:

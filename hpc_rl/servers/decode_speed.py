@@ -2,7 +2,7 @@
 
 A decode iteration gives each running sequence a token, and takes a + b * sequences seconds. So a request
 lasts a * n + b * n * m seconds: n tokens of its longest sequence, with m running sequences on average. The
-sums here are those of a least-squares fit of a and b over all requests; sums of several servers add up.
+sums here belong to a least-squares fit of a and b over all requests; sums of several servers add up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def count_sequences(body: dict[str, Any]) -> int:
 
 
 class DecodeSpeed:
-    """The sums of one server. Use it in one thread, that of its event loop."""
+    """The sums of one server. Use it in the thread of its event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

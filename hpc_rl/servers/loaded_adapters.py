@@ -1,6 +1,6 @@
 """The versions of an adapter that SGLang or vLLM has loaded, and the requests that use them.
 
-Each version has a name of its own, and a request names the one that it begins with. So an update needs no
+Each version has its own name, and a request names the one that it begins with. So an update needs no
 pause, no token is from another version than the label of its request, and no cache entry is used by another
 version. The version before the newest stays, because a request may be about to name it.
 """

@@ -2,9 +2,9 @@
 
 The first node has the role's usual process: proxy, lease, and the server program that answers requests. Each
 other node has a member, which runs the same program as a part of the replica's process group, and keeps the
-node's copy of the model. Members do what the first node asks by HTTP, with the control token. An open request
-shows each side that the other one lives: if a member or its program is lost, so is the replica, and all its
-processes end.
+node's copy of the model. Members obey the first node's requests by HTTP, with the control token. An open
+request shows each side that the other one lives: if a member or its program is lost, so is the replica, and
+all its processes end.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Members:
             await self._ask_all("/release", {"drops": str(drops.folder) if drops else ""})
 
     async def announce_stop(self) -> None:
-        """Tell the members that this replica ends: the end of their program is no failure."""
+        """Tell the members that this replica ends: the end of their program is not a failure."""
         if self._session is not None:
             with contextlib.suppress(OSError, Damaged, TimeoutError):
                 async with asyncio.timeout(STOP_S):

@@ -151,7 +151,7 @@ class SGLangBackend:
             settings |= make_node_settings(place)
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor, place.device)
-        if place.shares_gpus and place.device != "cpu":  # where nothing can be released
+        if place.shares_gpus and place.device != "cpu":  # if nothing can be released
             settings["enable_memory_saver"] = True
         return cls(
             process=ServerProcess.create(NAME, config, place, env),

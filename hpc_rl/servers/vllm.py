@@ -283,7 +283,7 @@ class VLLMBackend:
         if gets_adapters(config.actor):
             settings |= make_adapter_settings(config.actor.lora_rank)
             env |= ADAPTER_ENVIRONMENT
-        if place.shares_gpus and place.device != "cpu":  # where nothing can be released
+        if place.shares_gpus and place.device != "cpu":  # if nothing can be released
             settings["enable_sleep_mode"] = True
         if config.actor.is_critic:
             settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}

@@ -15,7 +15,7 @@ from hpc_rl.simulate.trainer import StepRow
 from hpc_rl.status.goodput import Bucket, Goodput
 
 MAX_LIFE_S = 365 * 86400.0
-SLACK = 0.1  # a smaller share of the steps' time is no bottleneck
+SLACK = 0.1  # a smaller share of the steps' time is not a bottleneck
 
 
 class Bottleneck(enum.StrEnum):

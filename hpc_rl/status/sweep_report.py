@@ -44,7 +44,7 @@ class SweepReport:
 
     Args:
         name: `experiment/name`.
-        metric: By which trials are compared.
+        metric: The one that compares trials.
         lower_is_better: Whether the smallest value is the best.
         trials: Of each trial `name`, `dir`, `options`, `state`, `reason`, `step`, `value` and `job_id`.
         groups: Trials that differ in the seed alone, the best mean first: `options`, `trials`, `values`,

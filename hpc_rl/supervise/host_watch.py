@@ -51,7 +51,8 @@ class HostWatch:
                 # without looks, silence does not grow beyond the last look
                 except Exception:
                     logger.warning(
-                        "the supervisor could not test whether the other nodes live", exc_info=True
+                        "the supervisor can't tell now whether the other nodes live, and tries again",
+                        exc_info=True,
                     )
                 time.sleep(LOOK_EVERY_S)
 

@@ -52,7 +52,7 @@ class Replacements:
                 cancel_jobs(job.job_id)
             except SchedulerError as error:
                 logger.warning(
-                    "job %s of lost servers is not cancelled, and ends by itself: %s", job.job_id, error
+                    "job %s of lost servers can't be cancelled, and ends by itself: %s", job.job_id, error
                 )
 
     def _list_jobs(self) -> list[JobRecord]:

@@ -117,7 +117,7 @@ class BatchMetrics:
             )
 
     def _is_given_up(self, row: Trajectory, lineage: int) -> bool:
-        """Return whether some of its tokens came from weights that are no ancestors of the trained ones."""
+        """Return whether some of its tokens came from weights that are not ancestors of the trained ones."""
         older = {int(one) for one in row.lineages[row.loss_mask]} - {lineage}
         if older and self._ancestors[0] != lineage:
             self._ancestors = (lineage, find_ancestors(lineage, load_lineages(self._trial)))

@@ -242,7 +242,7 @@ class Exports:
                     "the model of step %s is not the best any more, because it was measured with another %s"
                 )
                 logger.warning(form, standing.get("step"), ", ".join(changed))
-            # a further set has a period of its own
+            # a further set has its own period
             if numbers and ranking.metric not in numbers and not self.config.evaluator.sets:
                 measured = ", ".join(name for name, value in numbers.items() if not isinstance(value, str))
                 form = (

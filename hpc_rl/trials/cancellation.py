@@ -92,7 +92,7 @@ def _group_by_scheduler(
 ) -> list[tuple[Scheduler, list[_Wish]]]:
     """Return schedulers and their jobs: Slurm with all of them, another scheduler with one.
 
-    Where there is no scheduler the request is recorded, and the error is added to the problems.
+    Without a scheduler the request is recorded, and the error is added to the problems.
     """
     of_slurm: list[_Wish] = []
     groups: list[tuple[Scheduler, list[_Wish]]] = []

@@ -62,7 +62,7 @@ def _check_dataset(
             return
     sets = config.evaluator.sets_column
     if name == "valid_dataset" and sets and not any(sets in row for row in rows):
-        why, related = f"is no column of the first {len(rows)} rows of {name}", (f"{name}.path",)
+        why, related = f"is not a column of the first {len(rows)} rows of {name}", (f"{name}.path",)
         yield Refusal(option="evaluator.sets_column", value=sets, kind=Kind.FILE, why=why, related=related)
     if name == "valid_dataset":
         yield from refuse_same_names(config.evaluator, rows)

@@ -74,7 +74,7 @@ class FirstStart:
 
     def __init__(self, trial: Trial, config: Config, recovery: Recovery | None = None) -> None:
         self.trial, self.config = trial, config
-        # without a trainer there are no checkpoints: the ledger has what is finished
+        # without a trainer there are no checkpoints: the ledger has the finished prompts
         self.mode = "resume" if recovery and has_trainer(config) else config.recover.mode
         self.changes: list[Change] = []  # by find_changes
         self._before: Config | None = None  # what they are changes of
@@ -93,7 +93,7 @@ class FirstStart:
         self.unread = _list_unread(trial, self.step, wanted) if self.step is not None else ()
 
     def check(self) -> None:
-        """Raise TrialBusy, NothingToResume or ConfigError where it would fail or ruin what the trial has."""
+        """Raise TrialBusy, NothingToResume or ConfigError if it would fail or damage the trial's state."""
         trial, situation = self.trial, self.situation
         will_start = self.decision.action in ("load", "fresh")
         if self.mode in ("disabled", "fault") and (trial.has_state() or not will_start):
@@ -174,11 +174,10 @@ class FirstStart:
         return None
 
     def find_changes(self) -> None:
-        """Find what differs from the configuration behind the trial's state, if it has any.
+        """Find differences from the configuration behind the trial's state, if it has any.
 
-        That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted
-        since; if there are only batches, the trial's own file. Raises ConfigError if neither is
-        readable.
+        That is the configuration of the checkpoint to be loaded, without the options of later submissions;
+        if there are only batches, the trial's own file. Raises ConfigError if neither is readable.
         """
         trial = self.trial
         if not has_progress(trial):
@@ -204,7 +203,7 @@ class FirstStart:
         )
 
     def _find_code_changes(self) -> list[Change]:
-        """Return what differs of the user's code since the rollout role last ran, as checksums."""
+        """Return the differences of the user's code since the rollout role last ran, as checksums."""
         found = []
         for name in self.judged.changed:
             if name.startswith(CODE_OF):

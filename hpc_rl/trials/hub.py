@@ -105,7 +105,7 @@ def check_push(repository: str, environ: Mapping[str, str] = os.environ) -> None
     """Raise ConfigError if nothing can be uploaded to `OWNER/NAME`: before an export that takes minutes."""
     refuse = partial(Refusal, option="--push", value=repository)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        why = "is no name of a repository"
+        why = "is not the name of a repository"
         raise ConfigError(refuse(kind=Kind.VALUE, why=why, use="give OWNER/NAME"))
     hub = _import_hub("--push")
     if hub.constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Trials of the index with what a list shows of them, from their files and at most one scheduler query."""
+"""Trials of the index with the values that a list shows, from their files and at most one scheduler query."""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase

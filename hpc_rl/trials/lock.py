@@ -36,7 +36,7 @@ class LockOwner(JsonRecord):
 class TrialLock:
     """Context manager: exclusive use of a trial directory.
 
-    Leaving it by an exception undoes what was written through it: files get their old content, new ones
+    Leaving it by an exception undoes its writes: files get their old content, new ones
     vanish, and so does a directory that did not exist before.
 
     `for_what` tells a process that is refused meanwhile what is done to the trial. Raises TrialBusy if

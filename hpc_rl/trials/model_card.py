@@ -125,7 +125,7 @@ def find_base_folder(trial: Trial) -> Path | None:
 
 
 def load_license(folder: Path) -> dict[str, str]:
-    """Return what the head of a model's README.md says of its license; {} if it says nothing."""
+    """Return the license in the head of a model's README.md; {} if it says nothing."""
     try:
         text = (folder / CARD).read_text(errors="replace")
         begin, head, _ = text.split("---", 2)

@@ -20,7 +20,7 @@ def describe_next_steps(status: TrialStatus) -> list[str]:
         lines.append(format_row("weights", str(status.weight_history)))
     done = DoneRecord.read(status.trial.done)
     if done is not None and done.freed_bytes and status.weight_history is None:
-        stay = "what was published for servers is removed; exports and checkpoints stay"
+        stay = "the weights published for servers are removed; exports and checkpoints stay"
         lines.append(format_row("weights", f"{format_size(done.freed_bytes)} freed: {stay}"))
     for number, command in enumerate(suggest_commands(status)):
         lines.append(format_row("next" if number == 0 else "", command))

@@ -101,7 +101,7 @@ def _find_installed(plan: Plan) -> set[str] | str:
 def adapt_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     """Return the configuration with a note where this machine, a login node, lacks the trainer's MPI.
 
-    Raises ConfigError for what is the same on the nodes, and where this machine is the one that runs it.
+    Raises ConfigError for a problem that the nodes share, or if the trial runs on this machine.
     """
     trainer = next((unit for unit in plan.units if unit.mpi), None)
     if trainer is None or trainer.mpi is None or trainer.container:
@@ -151,7 +151,7 @@ def check_gpus(config: Config, scheduler: str) -> Iterator[Refusal]:
 
 
 def check_local_dir(config: Config, scheduler: str) -> None:
-    """Raise ConfigError if cluster.local_dir is no disk of this machine, and the roles run here."""
+    """Raise ConfigError if cluster.local_dir is not a disk of this machine, and the roles run here."""
     if scheduler == "local" and config.cluster.local_dir:
         find_local_dir(config.cluster.local_dir, os.environ)
 

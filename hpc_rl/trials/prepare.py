@@ -1,7 +1,7 @@
 """Prepare a trial before its submission: configuration -> checks -> plan -> comparison with the cluster.
 
-Commands call these functions with what the command line names. The calls go down only: prepare reads the
-configuration, has it planned, and has scripts rendered. `submission` then writes and submits.
+Commands call these functions with the arguments of the command line. The calls go down only: prepare reads
+the configuration, has it planned, and has scripts rendered. `submission` then writes and submits.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def load_config(sources: ConfigSources) -> Loaded:
 
 
 def fetch_from_hub(sources: ConfigSources) -> tuple[ConfigSources, list[Fetched]]:
-    """Fetch what a configuration names on the hub.
+    """Fetch the models and data that a configuration names on the hub.
 
     Returns the configuration with the paths of the fetched files in place of the names. Raises ConfigError.
     """

@@ -98,7 +98,7 @@ def parse_list(text: str, name: str) -> list[Point]:
 def name_trials(sweep: str, points: Sequence[Point]) -> list[SweepTrial]:
     """Return the trials of a sweep with their names: the sweep's, and the options that vary.
 
-    Options are shortened to their last parts; where that is too long, or not unique, the trials are numbered.
+    Options are shortened to their last parts; if that is too long, or not unique, the trials are numbered.
     Raises ConfigError for too few or too many trials, for two equal ones, and for options that can't vary.
     """
     check_name("name of the sweep", sweep)

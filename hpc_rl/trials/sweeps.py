@@ -2,7 +2,7 @@
 
 On Slurm the trials are one job array if their requests are equal, else jobs of which each waits for an
 earlier one, so that a bounded number runs. Without a scheduler the caller submits the next trial when one
-ends. The directory of the sweep tells what was submitted: a repeated call continues.
+ends. The directory of the sweep records the submitted trials: a repeated call continues.
 """
 
 import os
@@ -78,7 +78,7 @@ def plan_sweep(
         sources: The configuration that the trials share.
         trials: Their names, and the options in which they differ.
         name: The sweep's, unique in the experiment.
-        metric: By which trials are compared; "" for the held-out measure, else reward or loss.
+        metric: The one that compares trials; "" for the held-out measure, else reward or loss.
         max_running: How many trials may run at once; on this machine 1 if it is None.
         stop_from: The step from which the median rule stops bad trials; None for never.
         command: For the records.

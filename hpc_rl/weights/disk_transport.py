@@ -63,7 +63,7 @@ class DiskTransport:
         self._rank, self._num_ranks, self._group = 0, 1, None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-            # of its own, because the threads exchange records while training uses the default one
+            # a separate one, because the threads exchange records while training uses the default one
             self._group = dist.new_group(backend="gloo", timeout=GATHER_LIMIT)
         self._job: Publication | None = None
         self._room = files.Room(self._trial.weights)

@@ -28,7 +28,7 @@ Connect = Callable[[str], HttpServerClient]
 class HeldServers:
     """Used by the publisher, on its event loop; only `want` is called by other threads.
 
-    `share` of the trained pool's servers is held; None for a pool of its own, with all of its servers.
+    `share` of the trained pool's servers is held; None for a separate pool, with all of its servers.
     """
 
     trial: Trial
@@ -64,7 +64,7 @@ class HeldServers:
                 return
             targets = self._choose({key: seen for key, seen in leases.items() if _is_ready(seen, busy)})
             record = {"label": label, "path": str(path), "servers": targets}
-            if targets or self.share is None:  # servers of a pool of their own may wait for the record
+            if targets or self.share is None:  # servers of a separate pool may wait for the record
                 text = json.dumps(record) + "\n"
                 await asyncio.to_thread(write_atomic, self.trial.held_weights, text, durable=False)
             calls = (connect(leases[key].value["url"]).hold_weights(label, str(path)) for key in targets)

@@ -171,7 +171,7 @@ NAMES: dict[str, OtherName] = {
     ),
     **dict.fromkeys(
         ("rollout.admin_api_key", "rollout.provider_api_key"),
-        OtherName(idle=(ANY,), why="each trial makes tokens of its own"),
+        OtherName(idle=(ANY,), why="each trial makes its own tokens"),
     ),
     "rollout._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
     "rollout.api_url": OtherName(idle=(None,), why="the trial starts its servers; see allocation_mode"),
@@ -183,7 +183,7 @@ NAMES: dict[str, OtherName] = {
         OtherName(idle=(False,), why="the trainer routes tokens to experts itself"),
     ),
     "{model}._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
-    "{model}.admin_api_key": OtherName(idle=(ANY,), why="each trial makes tokens of its own"),
+    "{model}.admin_api_key": OtherName(idle=(ANY,), why="each trial makes its own tokens"),
     **dict.fromkeys(
         ("{model}.request_timeout", "{model}.setup_timeout"),
         OtherName(idle=(ANY,), why="a trainer that makes no progress is restarted; see recover.hang_min_s"),

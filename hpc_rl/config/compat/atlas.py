@@ -174,7 +174,7 @@ ALIASES: dict[str, Alias] = {
     "offload_untrained_models": Alias(
         "ref.fsdp.offload_params",
         idle=(False,),
-        why="models that are not trained have servers of their own, but for the reference model",
+        why="models that are not trained have separate servers, except the reference model",
         needs="ref",
     ),
     "ds3_gather_for_generation": Alias(

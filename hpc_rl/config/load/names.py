@@ -126,7 +126,7 @@ def _refuse_section(name: str, item: SourceValue) -> Refusal:
 
 
 def refuse_unknown(option: str, origin: str, hint: Hint) -> Refusal:
-    """Return the refusal of a name that is no option."""
+    """Return the refusal of a name that is not an option."""
     return Refusal(
         option=option, origin=origin, kind=Kind.UNKNOWN, why=hint.text.rstrip("."), related=hint.options
     )
@@ -147,7 +147,7 @@ def _suggest_option(cls: type, known: Mapping[str, Any], name: str, aliases: Map
     if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
         return Hint(f"did you mean {WORKFLOW_ARGS}.{leaf}?", (f"{WORKFLOW_ARGS}.{leaf}",))
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
-        text = f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
+        text = f"{parent} has no keys to set one by one; give it as a whole, as {parent}='{{{leaf}: …}}'."
         return Hint(text, (parent,))
     if parent in known and find_section(known[parent]) is None:
         return Hint(f"{parent} is an option, not a section: it has no keys.", (parent,))

@@ -247,7 +247,7 @@ def convert_value(hint: Any, item: SourceValue) -> Any:
             return {key: _convert_member(inner[0], key, part) for key, part in value.items()}
         if inner:
             return [convert_value(inner[0], part) for part in value]
-        # `a: b` on the command line is text if the option is no mapping
+        # `a: b` on the command line is text if the option is not a mapping
         value = item.to_plain() if item.text is None else item.text
     elif value is None:
         value = "" if item.is_argument and not item.text and not (is_optional(hint) or hint is Any) else None

@@ -277,7 +277,7 @@ class LauncherConfig:
     """Environment variables of all roles: a mapping, or `A=b,C=d`; they win over the site's, the modules' and
     the setup's. hpc-rl extension."""
     snapshot: list[PathText] = field(default_factory=list)
-    """Files and directories of your own code, such as `rewards.py`, that a submission copies into the trial;
+    """Files and directories with your code, such as `rewards.py`, that a submission copies into the trial;
     its roles import the copies. If empty, they import the files that are in the working directory when they
     start. hpc-rl extension."""
     umask: Umask = "077"

@@ -222,7 +222,7 @@ def _suggest_columns(section: str, dataset: DatasetConfig, kind: str, row: Row) 
 
 
 def check_agent_columns(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    """Refuse an agent's command with a name in braces that is no column of the first rows."""
+    """Refuse an agent's command with a name in braces that is not a column of the first rows."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow != "agent":
         return
     command = config.rollout.workflow_args.get("command") or ""

@@ -1,4 +1,4 @@
-"""Rules about evaluations: beside training, on which servers, and of further held-out sets."""
+"""Rules about evaluations during training, about their servers, and about further held-out sets."""
 
 from collections.abc import Collection, Iterator
 from typing import Any

@@ -116,7 +116,7 @@ def explain_untrainable(model: Any, is_critic: bool) -> str:
     if other:
         why = f"its config.json has {other}: models of images or sound can't be trained yet"
     elif model.get("is_encoder_decoder") or (kinds and not any(one.endswith(_DECODERS) for one in kinds)):
-        why = "it is no language model that continues a text (a decoder)"
+        why = "it is not a language model that continues a text (a decoder)"
     elif not is_critic and kinds and all(one.endswith(_SCORES) for one in kinds):
         why = "it scores texts and generates none"
     else:

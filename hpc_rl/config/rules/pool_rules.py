@@ -200,7 +200,7 @@ def _check_server_options(pool: str, section: str, cls: type, given: dict[str, s
 
 
 def _explain_wrong_value(hint: Any, text: str) -> str:
-    """Return why a text is no valid value; empty if it is valid."""
+    """Return why a text is not valid; empty if it is."""
     try:
         value = parse_value(hint, text)
     except ValueError:

@@ -132,7 +132,7 @@ class FSDPEngine(TrainedEngine):
         return self.optimizer.pieces()
 
     def _fill(self, empty: bool) -> None:
-        """Load parameters and saved buffers; if `empty`, only what is not in snapshots."""
+        """Load parameters and saved buffers; if `empty`, only tensors that snapshots lack."""
         buffers = dict(self.model.hf.named_buffers())
         parts = [
             Piece(name, buffers[name], (0,) * buffers[name].ndim, tuple(buffers[name].shape))

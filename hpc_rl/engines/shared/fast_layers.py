@@ -2,7 +2,7 @@
 
 transformers computes norms and rotary embeddings with many small operators, each of which reads and writes
 all activations, and prepares masks and options anew in each pass. Here a norm and a rotation are one operator
-each, with a backward pass of their own; on the CPU, matrices with the same input are one product. In float32
+each, with a special backward pass; on the CPU, matrices with the same input are one product. In float32
 the results differ from transformers' by rounding only (tests/unit/engines/test_fast_layers.py, for each
 architecture in ARCHITECTURES); others are left as they are.
 """

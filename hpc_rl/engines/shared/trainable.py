@@ -1,4 +1,4 @@
-"""The choice of what is trained, published and exported of a model: all parameters, or an adapter."""
+"""The choice of parameters that are trained, published and exported: all parameters, or an adapter."""
 
 from __future__ import annotations
 

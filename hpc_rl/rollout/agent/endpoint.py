@@ -4,7 +4,7 @@
     GET  /episodes/<number>/v1/models
     POST /episodes/<number>/v1/reward   `{"reward": 0.5}`, with further numbers as its parts
 
-Each episode has a key of its own, which opens no other episode and nothing else of the trial.
+Each episode has its own key, which opens no other episode and nothing else of the trial.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The process that starts the agents of one executor worker: each episode is a process of its own.
+"""The process that starts the agents of one executor worker: each episode is a separate process.
 
     python -m hpc_rl.rollout.agent.host FD [package.module:name]
 
@@ -166,7 +166,7 @@ def keep_agent(function: AgentFunction | None, exchange: int, output: int, paren
 
 
 def become_agent(function: AgentFunction | None, exchange: int, output: int) -> NoReturn:
-    """Become the agent: a session of its own, with its row on standard input; never returns."""
+    """Become the agent: a new session, with its row on standard input; never returns."""
     code = NO_PROGRAM
     try:
         os.setsid()

@@ -4,7 +4,7 @@
       workflow: agent
       workflow_args: {command: [python, agent.py, "{question}"]}     # or function: "my_agent:solve"
 
-Each sample of a prompt is an episode: a process of its own, with OPENAI_BASE_URL and OPENAI_API_KEY in its
+Each sample of a prompt is an episode: a separate process, with OPENAI_BASE_URL and OPENAI_API_KEY in its
 environment, and the row as JSON on its standard input. Its calls become the tokens to train on. An episode
 that fails is started again, and then lost; the other episodes of its prompt go on.
 """
@@ -140,7 +140,7 @@ class AgentWorkflow:
     ) -> Score | float:
         """Return the reward: the posted one, the function's result, or the result of `rollout.reward_fn`.
 
-        Raises EpisodeFailed, or Rejection for a value that is no reward.
+        Raises EpisodeFailed, or Rejection for a value that is not a reward.
         """
         if not any(call.turn.output_ids for call in episode.calls):
             raise EpisodeFailed("the agent got no completion from the model", end.output)

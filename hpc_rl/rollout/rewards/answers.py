@@ -202,7 +202,7 @@ def parse_quantity(text: str) -> Quantity | None:
     unit = (match["unit"] or "").strip(" .$€£").casefold()
     if unit == "percent":
         unit = "%"
-    # several words are probably a sentence; `s` and `ms` are no plurals
+    # several words are probably a sentence; `s` and `ms` are not plurals
     return Quantity(value, "" if " " in unit else unit.removesuffix("s") if len(unit) > 3 else unit)
 
 

@@ -54,7 +54,7 @@ def contains_answer(answer: str, text: str) -> bool:
 def contains_option(letter: str, text: str) -> bool:
     """Return whether a text names an option by its letter.
 
-    A capital counts by itself, but A and I only if they are no words: `A is right`, not `A pen`. A small
+    A capital counts by itself, but A and I only if they are not words: `A is right`, not `A pen`. A small
     letter counts if it is marked: `(b)`, `b)`, `b.`, `"b"`, `option b`; after `answer is` or `choose`, if no
     other word follows it.
     """

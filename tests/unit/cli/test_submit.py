@@ -77,7 +77,7 @@ def test_render_writes_scripts_and_submits_nothing(config, scheduler, tmp_path, 
     assert (tmp_path / "here" / "scripts" / "local.sh").is_file()
     out = capsys.readouterr().out
     assert str(tmp_path / "here" / "scripts" / "local.sh") in out
-    assert f"the trial has that one's name: {tmp_path.name}/here" in out
+    assert f"the trial has the name of the directory: {tmp_path.name}/here" in out
     assert not (tmp_path / "runs").exists()
 
 

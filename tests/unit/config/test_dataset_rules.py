@@ -294,7 +294,7 @@ def test_held_out_rows_are_looked_at_too(place):
     options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
     config = load_checked(place, [{"prompt": "1", "answer": "1"}], *options).config
     [refusal] = check_first_rows(config)
-    assert refusal.option == "evaluator.sets_column" and "is no column of the first 1 rows" in str(refusal)
+    assert refusal.option == "evaluator.sets_column" and "is not a column of the first 1 rows" in str(refusal)
     (place / "h.jsonl").write_text('{"text": "1"}\n')
     said = collect_refusal(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said
@@ -345,7 +345,10 @@ def test_first_rows_of_every_kind_of_dataset(tmp_path):
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
             "(Qwen2_5_VLForConditionalGeneration) can't be trained: its config.json has vision_config",
         ),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "(t5) can't be trained: it is no language model"),
+        (
+            {"model_type": "t5", "is_encoder_decoder": True},
+            "(t5) can't be trained: it is not a language model",
+        ),
         ({"architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM) can't be trained"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "scores texts and generates none"),
         ({"model_type": "qwen33"}, "does not know model_type 'qwen33'. Install a newer one"),

@@ -119,8 +119,8 @@ def test_options_of_one_pool_are_given_together():
     lines = collect_refusals(ASKS, STUDENT, TWO, "pools.student.options.max_running_requests=2")
     assert lines == [
         "unknown key pools.student.options.max_running_requests (command line: "
-        "pools.student.options.max_running_requests): pools.student.options has no keys of its own; give all of "
-        "it at once, as pools.student.options='{max_running_requests: …}'."
+        "pools.student.options.max_running_requests): pools.student.options has no keys to set one by "
+        "one; give it as a whole, as pools.student.options='{max_running_requests: …}'."
     ]
 
 

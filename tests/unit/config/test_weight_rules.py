@@ -25,9 +25,9 @@ def make_content(num_bytes: int, header: bytes = b"") -> bytes:
         (b"", "its 0 bytes are less than its header"),
         (b"xx", "is damaged or cut off"),
         (POINTER, "run `git lfs pull` there"),
-        (make_content(8, b"[1]"), "its header is no table of tensors"),
-        (make_content(8, b'{"a": {}}'), "its header is no table of tensors"),
-        (make_content(8, b"\xff\xff"), "its header is no table of tensors"),
+        (make_content(8, b"[1]"), "its header is not a table of tensors"),
+        (make_content(8, b'{"a": {}}'), "its header is not a table of tensors"),
+        (make_content(8, b"\xff\xff"), "its header is not a table of tensors"),
     ],
 )
 def test_a_file_of_weights(file, words, tmp_path):

@@ -92,7 +92,7 @@ def test_fetch_replaces_names_by_the_files_of_a_commit(tmp_path):
 @pytest.mark.parametrize(
     "name, environ, words",
     [
-        ("mine", {}, "is no name of a repository; give OWNER/NAME"),
+        ("mine", {}, "is not the name of a repository; give OWNER/NAME"),
         ("me/mine", {}, "needs a token of the hub that may write; run `hf auth login`, or export HF_TOKEN"),
     ],
 )
