@@ -13,27 +13,20 @@ import platform
 import random
 import statistics
 import tempfile
-import threading
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from learning_curves import make_recipe
 
-from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import PromptDatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig
-from hpc_rl.core.allocation import Train
-from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
-from hpc_rl.engines.fsdp.engine import FSDPEngine
-from hpc_rl.stats.sinks import Sinks
-from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trainers.run import Run
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096}
 SIDES = ("recompute", "loglinear")
@@ -78,7 +71,8 @@ def make_batch(step: int) -> Batch:
     return Batch(step, groups)
 
 
-def make_recipe(folder: Path, model: Path, method: Any) -> GRPO:
+def make_config(model: Path, method: Any) -> GRPOConfig:
+    """Return the options of a side."""
     actor = PPOActorConfig(
         path=str(model),
         dtype="float32",
@@ -92,35 +86,14 @@ def make_recipe(folder: Path, model: Path, method: Any) -> GRPO:
         use_decoupled_loss=True,
         prox_logp_method=method,
     )
-    config = GRPOConfig(
+    return GRPOConfig(
         experiment_name="e",
         trial_name="t",
-        train_dataset=DatasetConfig(path="rows.jsonl", batch_size=NUM_GROUPS),
+        train_dataset=PromptDatasetConfig(path="rows.jsonl", batch_size=NUM_GROUPS),
         gconfig=GenerationHyperparameters(n_samples=GROUP_SIZE, max_new_tokens=LENGTHS[1]),
         actor=actor,
         total_train_steps=1000,
     )
-    engine = FSDPEngine(actor, device="cpu")
-    engine.initialize(1000)
-    trial = Trial(folder / method)
-    run = Run(
-        trial=trial,
-        attempt=trial.attempt("1.0"),
-        incarnation=0,
-        config=config,
-        tokens={},
-        names=None,  # type: ignore[arg-type]
-        train=Train("fsdp"),
-        device="cpu",
-        ranks=Ranks(),
-        stopping=threading.Event(),
-        engine=engine,
-        lineage=0,
-        step=0,
-        sinks=Sinks([]),
-    )
-    transport: Any = SimpleNamespace(settle=lambda wait: None)
-    return GRPO(run, SimpleNamespace(), transport, num_prompts=NUM_GROUPS)  # type: ignore[arg-type]
 
 
 def measure(pairs: int) -> dict[str, Any]:
@@ -129,7 +102,8 @@ def measure(pairs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
-        recipes = {side: make_recipe(folder, folder / "model", side) for side in SIDES}
+        config = partial(make_config, folder / "model")
+        recipes = {side: make_recipe(config(side), folder / side, NUM_GROUPS) for side in SIDES}
         for step in range(1, pairs + 2):  # the first pair warms up
             batch = make_batch(step)
             for side in order.sample(SIDES, len(SIDES)):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 from cpu_of_tree import adopt_orphans, measure_cpu_s
+from side_arguments import parse_arguments
 
 POLL_S = 0.02
 HERE = Path(__file__).resolve().parent
@@ -102,14 +103,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--until", type=float)
-    args = parser.parse_args()
+    args = parse_arguments(__doc__)
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="hpc-rl-side-") as folder:
         steps = run(args, Path(folder))

@@ -7,11 +7,11 @@ import argparse
 import json
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import transformers
 from datasets import Dataset
+from side_arguments import parse_arguments
 from toy import MAX_NEW_TOKENS, NUM_PROMPTS, NUM_SAMPLES, score_digits
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -88,14 +88,7 @@ def train(args: argparse.Namespace, folder: str) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--until", type=float)
-    args = parser.parse_args()
+    args = parse_arguments(__doc__)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory(prefix="trl-side-") as folder:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from promises import read_groups
 from toy_trials import make_toy
-from trainer_processes import Roles, make_trial, write_plan
+from trainer_processes import Roles, make_started_trial
 
-from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.core.trial import Trial
 from hpc_rl.rollout.batch_log.seals import load_seals
 from hpc_rl.stats.read import load_history
 
@@ -28,9 +28,7 @@ OPTIONS = [
 
 
 def run(toy: Path, mode: str) -> Trial:
-    trial = make_trial(toy, mode, "grpo", [*OPTIONS, f"actor.weight_update_mode={mode}"])
-    write_plan(trial, "grpo", NUM_RANKS)
-    write_json(trial.job("1"), {"job_id": "1", "start_mode": "auto"})
+    trial = make_started_trial(toy, mode, [*OPTIONS, f"actor.weight_update_mode={mode}"], NUM_RANKS)
     with Roles(trial, "1.0") as roles:
         roles.start("server")
         roles.start("rollout")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_trials import hpc_rl, make_toy
-from trainer_processes import Roles, make_trial, write_plan
+from toy_trials import hpc_rl
+from trainer_processes import Roles, make_digit_toy, make_started_trial
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.core.trial import Trial, load_json, write_json
@@ -39,19 +39,13 @@ def run(trial: Trial, job: str = "1") -> None:
 
 
 def make(toy: Path, publish: str, *options: str) -> Trial:
-    trial = make_trial(toy, publish, "grpo", [*OPTIONS, f"actor.lora_publish={publish}", *options])
-    write_plan(trial, "grpo", 1)
-    write_json(trial.job("1"), {"job_id": "1", "start_mode": "auto"})
-    return trial
+    return make_started_trial(toy, publish, [*OPTIONS, f"actor.lora_publish={publish}", *options])
 
 
 @pytest.mark.timeout(900)
 def test_an_adapter_alone_and_resumed_trains_as_a_merged_one(tmp_path, monkeypatch):
-    # a random model has such rewards from the start
-    code = "def count(prompt, completion, **columns):\n    return sum(one.isdigit() for one in completion)\n"
-    (tmp_path / "digits.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    toy = make_toy(tmp_path, "base")
+    toy = make_digit_toy(tmp_path)
     whole = make(toy, "merged")
     run(whole)
     alone = make(toy, "adapter", "total_train_steps=2")

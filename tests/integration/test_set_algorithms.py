@@ -7,10 +7,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from toy_trials import make_toy
-from trainer_processes import Roles, make_trial, write_plan
+from trainer_processes import Roles, make_digit_toy, make_started_trial
 
-from hpc_rl.core.trial import write_json
 from hpc_rl.stats.kept_samples import load_samples
 from hpc_rl.stats.read import load_history
 
@@ -35,14 +33,10 @@ OPTIONS = [
 @pytest.mark.timeout(300)
 def test_each_data_set_has_the_credit_of_its_algorithm_also_after_a_kill(tmp_path, monkeypatch):
     """GRPO without normalization learns from the reward itself, CISPO from its place within the group."""
-    code = "def count(prompt, completion, **columns):\n    return sum(one.isdigit() for one in completion)\n"
-    (tmp_path / "digits.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    toy = make_toy(tmp_path, "base")
+    toy = make_digit_toy(tmp_path)
     (tmp_path / "code.jsonl").write_bytes((toy / "task/train.jsonl").read_bytes())
-    trial = make_trial(toy, "mixed", "grpo", [*OPTIONS, "train_dataset.mix.code.path=code.jsonl"])
-    write_plan(trial, "grpo", 1)
-    write_json(trial.job("1"), {"job_id": "1", "start_mode": "auto"})
+    trial = make_started_trial(toy, "mixed", [*OPTIONS, "train_dataset.mix.code.path=code.jsonl"])
     with Roles(trial, "1.0") as roles:
         roles.start("server")
         roles.start("rollout")

@@ -14,6 +14,7 @@ from typing import Any
 
 from patience import extend, look
 from toy_plans import toy_plan
+from toy_trials import make_toy
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.stored import to_dict
@@ -45,6 +46,21 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
     trial.make_secret()
     write_json(trial.config_json, to_dict(check(load([], [*common, *overrides])).config))
     return trial
+
+
+def make_started_trial(folder: Path, name: str, overrides: list[str], num_ranks: int = 1) -> Trial:
+    """A trial of GRPO with its plan, as job 1 starts it."""
+    trial = make_trial(folder, name, "grpo", overrides)
+    write_plan(trial, "grpo", num_ranks)
+    write_json(trial.job("1"), {"job_id": "1", "start_mode": "auto"})
+    return trial
+
+
+def make_digit_toy(folder: Path) -> Path:
+    """Make the toy, and a reward `digits:count`, which a random model does not always miss."""
+    code = "def count(prompt, completion, **columns):\n    return sum(one.isdigit() for one in completion)\n"
+    (folder / "digits.py").write_text(code)
+    return make_toy(folder, "base")
 
 
 def write_plan(trial: Trial, kind: str, num_ranks: int, allocation: str = "") -> None:

@@ -15,6 +15,16 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def speed(clock) -> DecodeSpeed:
+    return DecodeSpeed(clock)
+
+
 def make_body(n: int) -> dict:
     return {"input_ids": [1, 2], "sampling_params": {"n": n}}
 
@@ -27,10 +37,7 @@ async def drop(_: list[Part]) -> None:
     """Send parts to nobody."""
 
 
-def test_a_request_alone_has_its_own_sequences_as_load():
-    clock = Clock()
-    speed = DecodeSpeed(clock)
-
+def test_a_request_alone_has_its_own_sequences_as_load(clock, speed):
     async def run() -> None:
         with speed.watch(make_body(2), drop) as send:
             clock.now = 1.0
@@ -44,10 +51,7 @@ def test_a_request_alone_has_its_own_sequences_as_load():
     assert speed.sums == pytest.approx([x * x, x * y, y * y, x * s, y * s])
 
 
-def test_requests_count_each_other():
-    clock = Clock()
-    speed = DecodeSpeed(clock)
-
+def test_requests_count_each_other(clock, speed):
     async def run() -> None:
         with speed.watch(make_body(1), drop) as send_first:
             clock.now = 1.0
@@ -64,9 +68,7 @@ def test_requests_count_each_other():
     assert speed.sums == pytest.approx(expected)
 
 
-def test_a_request_without_tokens_counts_nothing():
-    clock = Clock()
-    speed = DecodeSpeed(clock)
+def test_a_request_without_tokens_counts_nothing(clock, speed):
     with speed.watch(make_body(2), drop):
         clock.now = 5.0
     assert speed.sums == [0.0] * 5
