@@ -7,8 +7,8 @@ from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_json
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import Trial, write_atomic
+from hpc_rl.status.comparison import make_headline
 from hpc_rl.status.formatting import flatten_line
-from hpc_rl.status.headline import make_headline
 from hpc_rl.status.scheduler_view import load_current_status
 from hpc_rl.status.trial_report import (
     TrialReport,

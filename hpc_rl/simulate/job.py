@@ -129,7 +129,7 @@ class Life:
                 is_requeued = True
                 continue
             facts = job_policy.Facts(code, self.setup.recover_mode)
-            decision = job_policy.decide(facts)
+            decision = job_policy.decide_requeue(facts)
             if not decision.starts_again:
                 return self._end(code, reason or decision.reason)
             is_requeued = True

@@ -15,10 +15,10 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.log import redact
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.stats.read import HELD_OUT, is_held_out
+from hpc_rl.status.comparison import make_headline
 from hpc_rl.status.curve import smooth
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
-from hpc_rl.status.headline import make_headline
 from hpc_rl.status.progress import AXES, get_axis_title, measure_progress
 from hpc_rl.status.trial_report import (
     TrialReport,

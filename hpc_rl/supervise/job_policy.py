@@ -241,8 +241,8 @@ class Decision(NamedTuple):
     is_cancelled: bool = False
 
 
-def decide(facts: Facts) -> Decision:
-    """Return the consequence of the end of an attempt.
+def decide_requeue(facts: Facts) -> Decision:
+    """Decide whether the job is started again after the end of an attempt: requeued, or by a successor.
 
     After a TERM nothing is started again, unless the time limit sent it: a requeue of a cancelled job would
     succeed, and revive it. Slurm itself requeues preempted jobs and jobs that lost a node.

@@ -28,7 +28,7 @@ from hpc_rl.supervise.job_policy import (
     choose_rule,
     compute_environment_changes,
     count_slurm_restarts,
-    decide,
+    decide_requeue,
     name_job,
 )
 
@@ -259,7 +259,7 @@ class JobRunner:
         self.loop.take_pending()
         if self._has_term:
             self._look_for_time_limit()
-        return decide(
+        return decide_requeue(
             Facts(
                 code,
                 self.settings.recover_mode,

@@ -255,7 +255,7 @@ def test_the_reference_model_is_what_is_offloaded():
     assert from_preset.ref is not None and from_preset.ref.fsdp.offload_params
     loaded = load([], [*BASE, "offload_untrained_models=true", "ref=null"])
     assert loaded.config.ref is None
-    assert any("have servers of their own" in note for note in map(str, loaded.notes))
+    assert any("have separate servers" in note for note in map(str, loaded.notes))
 
 
 def test_names_of_the_teacher_make_a_teacher_trial():

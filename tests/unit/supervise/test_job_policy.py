@@ -13,7 +13,7 @@ from hpc_rl.supervise.job_policy import (
     JobSettings,
     choose_excluded,
     compute_environment_changes,
-    decide,
+    decide_requeue,
     name_job,
     parse_words,
 )
@@ -89,7 +89,7 @@ def test_what_sbatch_derived_is_dropped_and_what_a_step_has_only_in_a_step():
     ],
 )
 def test_what_follows_from_the_end_of_an_attempt(facts, starts_again, cause, is_cancelled):
-    found = decide(facts)
+    found = decide_requeue(facts)
     assert (found.starts_again, found.cause, found.is_cancelled) == (starts_again, cause, is_cancelled)
 
 

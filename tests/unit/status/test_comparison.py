@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from hpc_rl.stats.read import History
-from hpc_rl.status.headline import group_by_seed, make_headline
+from hpc_rl.status.comparison import group_by_seed, make_headline
 
 
 def make(name: str, rewards: dict[int, float] | None = None, steps: dict[int, float] | None = None, **config):
