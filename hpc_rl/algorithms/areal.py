@@ -22,7 +22,7 @@ def penalize_lengths(batch: RewardBatch, options: Options) -> torch.Tensor:
     if not options.overlong_reward_penalty:
         return torch.zeros(len(batch.rewards_B))
     assert options.overlong_tokens and options.overlong_penalty_factor is not None
-    excess_B = batch.mask_BT.sum(1).float() - (options.max_new_tokens - options.overlong_tokens)
+    excess_B = batch.count_tokens().float() - (options.max_new_tokens - options.overlong_tokens)
     return (-excess_B / options.overlong_tokens * options.overlong_penalty_factor).clamp(max=0.0)
 
 

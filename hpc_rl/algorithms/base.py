@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from hpc_rl.algorithms.normalization import Levels
@@ -57,6 +58,11 @@ class RewardBatch(NamedTuple):
     logprobs_BT: torch.Tensor | None = None  # float32, of the policy at the start of the step
     teacher_BT: torch.Tensor | None = None  # float32, log-probabilities of a teacher
     set_B: torch.Tensor | None = None  # int64, number of each row's data set, if these have own algorithms
+
+    def count_tokens(self) -> torch.Tensor:
+        """Return the number of masked tokens of each row, int64 [B]."""
+        # a sum over the mask would first copy it to int64
+        return torch.tensor([np.count_nonzero(row) for row in self.mask_BT.numpy()], dtype=torch.long)
 
     def select(self, rows_N: torch.Tensor) -> RewardBatch:
         """Return the batch of some rows, by their numbers."""

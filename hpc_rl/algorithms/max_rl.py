@@ -6,18 +6,18 @@ from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.normalization import Levels, normalize
-from hpc_rl.algorithms.rewards import shape_rewards, spread_rewards
+from hpc_rl.algorithms.rewards import SpreadCredit, shape_rewards
 
 
-def compute_credit(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:
-    """Return float32 [B, T]; 0 in groups whose mean is 0 or less. `reward_norm` has no effect."""
+def compare_rewards(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:
+    """Return float32 [B]; 0 in groups whose mean is 0 or less. `reward_norm` has no effect."""
     shaped_B = shape_rewards(
         batch.rewards_B, options.reward_bias, options.reward_scaling, options.reward_clip
     )
     centered_B = normalize(shaped_B, Levels("group", None), batch.group_B, share_B=batch.share_B)
     mean_B = shaped_B - centered_B
-    credit_B = torch.where(mean_B > 1e-6, centered_B / mean_B, torch.zeros_like(mean_B))
-    return spread_rewards(batch, credit_B, options)
+    return torch.where(mean_B > 1e-6, centered_B / mean_B, torch.zeros_like(mean_B))
 
 
+compute_credit = SpreadCredit(compare_rewards)
 MAX_RL = Algorithm(options=grpo.Options, compute_credit=compute_credit, compute_loss=grpo.compute_loss)

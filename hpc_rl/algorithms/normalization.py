@@ -4,8 +4,10 @@ The deviation is taken around the chosen mean; without a mean it is a root mean 
 because a batch has millions of tokens. The caller passes the whole batch; no process group is used.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 Level = Literal["batch", "group"] | None
@@ -69,18 +71,58 @@ def _sum_totals(
         x = x * counts
     if level == "batch":
         return x.sum(), counts.sum()
+
+    def per_row(values: torch.Tensor) -> torch.Tensor:
+        row_B = values.reshape(len(values), -1).sum(1).double()
+        return _sum_rows(row_B, level, group_B).reshape(-1, *[1] * (x.dim() - 1))
+
+    return per_row(x), per_row(counts)
+
+
+def _sum_rows(row_B: torch.Tensor, level: Level, group_B: torch.Tensor) -> torch.Tensor:
+    """Return for each row the sum of the float64 numbers of the rows that count together with it, [B]."""
+    if level == "batch":
+        return row_B.sum().expand(len(row_B))
     if level != "group":
         raise ValueError(f"a normalization level is batch, group or None, got {level!r}")
     member_B = group_B != NO_GROUP
     num_groups = int(group_B.max()) + 1 if len(group_B) else 0
+    group_B0 = group_B.clamp(min=0)
+    total_G = torch.zeros(max(1, num_groups), dtype=torch.float64).index_add_(0, group_B0, row_B * member_B)
+    return total_G[group_B0] * member_B
 
-    def per_row(values: torch.Tensor) -> torch.Tensor:
-        row_B = values.reshape(len(values), -1).sum(1).double() * member_B
-        group_B0 = group_B.clamp(min=0)
-        total_G = torch.zeros(max(1, num_groups), dtype=torch.float64).index_add_(0, group_B0, row_B)
-        return (total_G[group_B0] * member_B).reshape(-1, *[1] * (x.dim() - 1))
 
-    return per_row(x), per_row(counts)
+def normalize_rows(
+    rows: Sequence[np.ndarray], masks: Sequence[np.ndarray], levels: Levels, group_B: torch.Tensor
+) -> None:
+    """Do in place what `normalize` does, for ragged float32 rows with bool masks of the same lengths.
+
+    One row at a time is copied. Sums are taken in another order than in `normalize`.
+    """
+
+    def sum_up(values: Iterable[float], level: Level) -> torch.Tensor:
+        return _sum_rows(torch.tensor(list(values), dtype=torch.float64), level, group_B)
+
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+    mean_B, count_B = torch.zeros(len(rows), dtype=torch.float64), torch.ones(len(rows))
+    if levels.mean is not None:
+        entries = (row[mask].sum(dtype=np.float64) for row, mask in zip(rows, masks, strict=True))
+        count_B = (sum_up(counts, levels.mean) - int(levels.leave_one_out)).clamp(min=1)
+        mean_B = sum_up(entries, levels.mean) / count_B
+    scale_B = torch.ones(len(rows), dtype=torch.float64)
+
+    def center(i: int) -> np.ndarray:
+        """Return the entries of a row without their mean, float64."""
+        found = rows[i][masks[i]].astype(np.float64)
+        own_share = 1 / float(count_B[i]) if levels.mean is not None and levels.leave_one_out else 0.0
+        return found * (1 + own_share) - float(mean_B[i])
+
+    if levels.std is not None:
+        squares = (np.square(center(i)).sum() for i in range(len(rows)))
+        number_B = (sum_up(counts, levels.std) - int(levels.unbiased)).clamp(min=1)
+        scale_B = (sum_up(squares, levels.std) / number_B).sqrt() + levels.eps
+    for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        row[mask] = center(i) / float(scale_B[i])
 
 
 def number_groups(num_rows: int, group_size: int) -> torch.Tensor:

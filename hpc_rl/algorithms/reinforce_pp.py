@@ -14,11 +14,12 @@ from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.normalization import Levels
 
 
-def compute_credit(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:
-    """Return float32 [B, T]; an explicit `reward_norm` replaces the mean of the group."""
+def center_rewards(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:
+    """Return the numbers to spread, float32 [B]; an explicit `reward_norm` replaces the mean of the group."""
     if options.reward_norm is None and batch.group_size > 1:
         options = dataclasses.replace(options, reward_norm=Levels("group", None))
-    return rewards.compute_credit(batch, options)
+    return rewards.normalize_rewards(batch, options)
 
 
+compute_credit = rewards.SpreadCredit(center_rewards)
 REINFORCE_PP = Algorithm(options=grpo.Options, compute_credit=compute_credit, compute_loss=grpo.compute_loss)

@@ -5,6 +5,9 @@ skips them. Position t belongs to token t itself.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,7 +49,7 @@ def compare_lengths(batch: RewardBatch) -> torch.Tensor:
     The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3): 0.5 - (len - min) / (max - min), and at
     most 0 for completions without a reward above 0. 0 in groups with a single length.
     """
-    length_B = batch.mask_BT.sum(1).float()
+    length_B = batch.count_tokens().float()
     result_B = torch.zeros_like(length_B)
     group_B = torch.arange(len(length_B)) if batch.group_B is None else batch.group_B
     for group in group_B.unique():
@@ -65,7 +68,7 @@ def compute_overlong_penalty(batch: RewardBatch, options: Options) -> torch.Tens
     """
     factor = options.overlong_penalty_factor
     assert options.overlong_tokens and factor is not None, "the configuration is refused without them"
-    excess_B = batch.mask_BT.sum(1).float() - (options.max_new_tokens - options.overlong_tokens)
+    excess_B = batch.count_tokens().float() - (options.max_new_tokens - options.overlong_tokens)
     return (-excess_B / options.overlong_tokens * factor).clamp(-factor, 0.0)
 
 
@@ -92,18 +95,14 @@ def select_finished_rows(batch: RewardBatch, options: Options) -> list[int]:
     return [row for row in rows if not batch.truncated_B[row]]
 
 
-def compute_credit(batch: RewardBatch, options: Options) -> torch.Tensor:
-    """Return the credit of each token, float32 [B, T], 0 outside of the mask.
-
-    The rewards are shaped, normalized by `reward_norm` and placed at the last token. Generalized advantage
-    estimation spreads them, and `adv_norm` normalizes the result. Call it with the whole train batch.
-    """
+def normalize_rewards(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the rewards of the whole train batch, shaped and normalized by `reward_norm`, float32 [B]."""
     shaped_B = shape_rewards(
         batch.rewards_B, options.reward_bias, options.reward_scaling, options.reward_clip
     )
     if options.reward_norm is not None:
         shaped_B = normalize(shaped_B, options.reward_norm, batch.group_B, share_B=batch.share_B)
-    return spread_rewards(batch, shaped_B, options)
+    return shaped_B
 
 
 def spread_rewards(batch: RewardBatch, shaped_B: torch.Tensor, options: Options) -> torch.Tensor:
@@ -115,6 +114,25 @@ def spread_rewards(batch: RewardBatch, shaped_B: torch.Tensor, options: Options)
     if options.adv_norm is None:
         return credit_BT
     return normalize(credit_BT, options.adv_norm, batch.group_B, batch.mask_BT)
+
+
+@dataclass(frozen=True)
+class SpreadCredit:
+    """A `compute_credit` that spreads one number of each trajectory over its tokens by `spread_rewards`.
+
+    `shape` returns these numbers, float32 [B], from the whole train batch, but not from its tensors [B, T].
+    Without a critic the trainer calls `shape` only, and spreads the numbers over ragged rows.
+    """
+
+    shape: Callable[[RewardBatch, Any], torch.Tensor]
+
+    def __call__(self, batch: RewardBatch, options: Any) -> torch.Tensor:
+        """Return the credit of each token, float32 [B, T], 0 outside of the mask."""
+        return spread_rewards(batch, self.shape(batch, options), options)
+
+
+# rewards placed at the last token, spread by generalized advantage estimation, and normalized by `adv_norm`
+compute_credit = SpreadCredit(normalize_rewards)
 
 
 def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ The algorithm defines the computation of a step, and policy_data.py makes the da
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from hpc_rl.algorithms.rewards import compute_clipped_share
 from hpc_rl.config.algorithm_defaults import refuse_warmup
@@ -37,6 +39,7 @@ from hpc_rl.trainers.mismatch import PREFIX, summarize_mismatch
 from hpc_rl.trainers.mixed_algorithms import load_mixed
 from hpc_rl.trainers.policy_data import PolicyData
 from hpc_rl.trainers.policy_loss import MEANS_OVER_TOKENS, PolicyLoss
+from hpc_rl.trainers.ragged_credit import exclude_tokens
 from hpc_rl.trainers.run import Run
 from hpc_rl.trainers.shared_gpus import SharedGPUs
 from hpc_rl.trainers.update_watch import UpdateWatch
@@ -149,21 +152,22 @@ class GRPO:
         scored = self.data.select_groups(scored)
         rows = scored.rows
         minibatches: list[Minibatch] = []
-        known, kept, credit, rewards = None, None, [], None
+        known, kept, rewards = None, None, None
+        credit: Sequence[np.ndarray] = []
         if rows:
             if self.data.needs_all_logprobs:
                 known = self.data.compute_all_logprobs(rows)
             values_BT = None if self.critic is None else self.critic.compute_values(rows)
             rewards = self.data.make_rewards(scored, known, values_BT)
-            credit = self.data.compute_credit(rows, rewards)
+            credit = self.data.compute_credit(rows, rewards, known)
             kept = self.data.select_tokens(rows, known) if known and self.data.excludes_tokens else None
             if kept is not None:
-                credit = [one * mask for one, mask in zip(credit, kept, strict=True)]
+                credit = exclude_tokens(credit, kept)
             if not self._warms_up(step):
                 has_entropy = self.loss.entropy_coeff > 0
                 minibatches = self.data.cut_minibatches(rows, rewards, credit, kept, has_entropy)
         # likely tokens of a teacher teach rows without credit, too
-        taught = [row.loss_mask for row in rows] if self.data.top_k else credit
+        taught: Sequence[np.ndarray] = [row.loss_mask for row in rows] if self.data.top_k else credit
         if is_first_rank:
             self._describe.report_shaping(self.run.stats, batch.groups, rows, taught, clipped)
         if self.samples is not None:

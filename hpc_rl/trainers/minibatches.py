@@ -21,6 +21,15 @@ class Known:
     recomputed: dict[int, np.ndarray] | None
     reference: dict[int, np.ndarray] | None
 
+    def select(self, part: range) -> Known:
+        """Return the log-probabilities of consecutive rows, by their numbers among these."""
+        return Known(
+            *(
+                None if one is None else {j: one[i] for j, i in enumerate(part)}
+                for one in (self.recomputed, self.reference)
+            )
+        )
+
 
 @dataclass(frozen=True)
 class ScoredRows:
@@ -61,7 +70,7 @@ def is_useful(credit: np.ndarray) -> bool:
 
 def divide_rows(
     rows: list[Trajectory],
-    credit: list[np.ndarray],
+    credit: Sequence[np.ndarray],
     members: list[int],
     num_minibatches: int,
     num_data_ranks: int,

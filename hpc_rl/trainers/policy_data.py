@@ -4,6 +4,7 @@ Every rank computes credit, mini-batches and divisors from the whole batch befor
 ranks, so nothing depends on the number of ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.correction import Correction, choose_logprobs, compute_version_share
+from hpc_rl.algorithms.rewards import SpreadCredit
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.core.types import Batch, Trajectory
@@ -36,6 +38,7 @@ from hpc_rl.trainers.minibatches import (
 )
 from hpc_rl.trainers.mismatch import PREFIX
 from hpc_rl.trainers.policy_loss import COMPONENTS
+from hpc_rl.trainers.ragged_credit import ComputedRows, spread_constant, spread_rows
 from hpc_rl.trainers.run import Run
 
 
@@ -72,6 +75,8 @@ class PolicyData:
         self.recomputes = actor.recompute_logprob or needs_recompute(actor)
         self.has_kl_rewards = actor.kl_ctl > 0
         self.has_teacher = "distillation" in algorithm.needs
+        # a critic's values belong to a rectangle
+        self.spreads_ragged = isinstance(algorithm.compute_credit, SpreadCredit) and run.config.critic is None
         self.top_k = run.config.distillation.top_k if run.config.distillation is not None else 0
         # tokens may leave the loss, so their number must be known before rows are divided among ranks
         self.excludes_tokens = algorithm.select_tokens is not None or (
@@ -118,7 +123,10 @@ class PolicyData:
     def make_rewards(
         self, scored: ScoredRows, known: Known | None = None, values_BT: torch.Tensor | None = None
     ) -> RewardBatch:
-        """Return the rewards of trajectories, with the KL rewards if log-probabilities are `known`."""
+        """Return the rewards of trajectories, with the KL rewards if log-probabilities are `known`.
+
+        Without the rewards of tokens if `compute_credit` needs no rectangle of them.
+        """
         rows = scored.rows
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
         size = self.config.gconfig.n_samples
@@ -133,7 +141,9 @@ class PolicyData:
             share_B=torch.tensor(shares) if any(one != 1.0 for one in shares) else None,
             group_size=size,
             mixed_sizes=self._may_mix_sizes() and bool((sizes_G != size).any()),
-            token_rewards_BT=self._token_rewards(rows, scored.mask_BT, known),
+            token_rewards_BT=(
+                None if self.spreads_ragged else self._token_rewards(rows, scored.mask_BT, known)
+            ),
             values_BT=values_BT,
             set_B=scored.set_B if self.has_sets else None,
             **(self._teacher_columns(rows, known) if self.has_teacher else {}),
@@ -173,13 +183,60 @@ class PolicyData:
         self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
         return rewards_BT
 
-    def compute_credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
-        """Return the credit of the tokens, float32 [L] per row of the whole batch."""
+    def compute_credit(
+        self, rows: list[Trajectory], rewards: RewardBatch, known: Known | None
+    ) -> Sequence[np.ndarray]:
+        """Return the credit of the tokens, float32 [L] per row of the whole batch.
+
+        If all tokens of a row have the same, its array is made each time it is read.
+        """
+        if isinstance(self.algorithm.compute_credit, SpreadCredit) and self.spreads_ragged:
+            shaped_B = self.algorithm.compute_credit.shape(rewards, self.options)
+            self.checks.check_tensor(
+                "compute_credit.shape", shaped_B, [len(rows)], "[B]", inputs=[rewards.rewards_B]
+            )
+            return self._spread(rows, rewards, shaped_B, known)
         credit_BT = self.algorithm.compute_credit(rewards, self.options)
         shape, inputs = rewards.mask_BT.shape, rewards.list_inputs()
         self.checks.check_tensor("compute_credit", credit_BT, shape, "[B, T]", inputs=inputs)
         computed = (credit_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows))
         return [choose_credit(row, one) for row, one in zip(rows, computed, strict=True)]
+
+    def _spread(
+        self, rows: list[Trajectory], rewards: RewardBatch, shaped_B: torch.Tensor, known: Known | None
+    ) -> Sequence[np.ndarray]:
+        """Return the credit of the tokens for one number of each trajectory, float32 [L] per row."""
+        options = self.options
+        has_token_rewards = (known is not None and self.has_kl_rewards) or any(
+            row.turn_rewards is not None for row in rows
+        )
+        if not has_token_rewards and options.discount * options.gae_lambda == 1.0:
+            value_B = spread_constant(shaped_B, rewards, options).numpy()
+            return ComputedRows(
+                len(rows),
+                lambda i: choose_credit(rows[i], np.where(rows[i].loss_mask, value_B[i], np.float32(0))),
+            )
+
+        def make_batch(part: range) -> RewardBatch:
+            own = rows[part.start : part.stop]
+            mask_BT = pad_rows([row.loss_mask for row in own])
+            own_known = None if known is None else known.select(part)
+            return RewardBatch(
+                rewards.rewards_B[part.start : part.stop],
+                mask_BT,
+                token_rewards_BT=self._token_rewards(own, mask_BT, own_known),
+            )
+
+        def check(credit_BT: torch.Tensor, batch: RewardBatch) -> None:
+            shape, inputs = batch.mask_BT.shape, batch.list_inputs()
+            self.checks.check_tensor("compute_credit", credit_BT, shape, "[B, T]", inputs=inputs)
+
+        assert rewards.group_B is not None
+        masks = [row.loss_mask for row in rows]
+        found = spread_rows(shaped_B, masks, rewards.group_B, options, make_batch, check)
+        for i, row in enumerate(rows):  # one at a time, so that the old one is freed
+            found[i] = choose_credit(row, found[i])
+        return found
 
     def select_tokens(self, rows: list[Trajectory], known: Known) -> list[np.ndarray]:
         """Return the tokens that the correction and the algorithm keep in the loss, bool [L] per row."""
@@ -203,7 +260,7 @@ class PolicyData:
         self,
         rows: list[Trajectory],
         rewards: RewardBatch,
-        credit: list[np.ndarray],
+        credit: Sequence[np.ndarray],
         kept: list[np.ndarray] | None,
         has_entropy: bool,
     ) -> list[Minibatch]:
@@ -295,7 +352,7 @@ class PolicyData:
         self,
         step: int,
         scored: ScoredRows,
-        credit: list[np.ndarray],
+        credit: Sequence[np.ndarray],
         known: Known,
         part: list[int],
         kept: list[np.ndarray] | None,

@@ -24,6 +24,17 @@ def test_a_benchmark_says_what_it_does(path, monkeypatch, capsys):
     assert not ended.value.code and "--out" in capsys.readouterr().out
 
 
+def test_ragged_credit_takes_little_memory(tmp_path):
+    options = ["--pairs", "1", "--size", "small", "--cases", "adv_norm", "--out", tmp_path / "out.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "benchmarks" / "advantages.py", *options]
+    subprocess.run(command, check=True, env=environment)
+    found = json.loads((tmp_path / "out.json").read_text())["cases"]["adv_norm"]
+    one_column_mb = 256 * 32_768 * 4 / 1e6
+    assert found["ragged"]["peak_mb"]["max"] < one_column_mb  # 9 MB: the mask
+    assert found["rectangle"]["peak_mb"]["min"] > 5 * one_column_mb, "the measurement sees nothing"
+
+
 @pytest.mark.timeout(600)
 def test_publications_are_compared_with_two_peers(tmp_path):
     options = ["--size", "tiny", "--ranks", "2", "--rates", "1e-6", "--servers", "4x2", "--steps", "1"]
