@@ -198,6 +198,7 @@ class MegatronEngine(TrainedEngine):
             mesh.expert_tensor,
             parallel_state.get_expert_tensor_parallel_rank(),
             experts // mesh.experts * parallel_state.get_expert_model_parallel_rank(),
+            experts // mesh.experts,
         )
 
         def find(name: str) -> list[weight_map.Rectangle]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from hpc_rl.config.megatron_models import find_odd_layers
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.engines.megatron.experts import GroupedExperts, replace_dispatchers
 from hpc_rl.engines.megatron.modules import AllTokens, Norm, PackedAttention
 from hpc_rl.engines.megatron.packed import RankBatch
 from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, pad_vocabulary
@@ -164,6 +166,7 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # angles of the rows' positions are computed once for all layers
             vp_stage=vp_stage,
         )
+        replace_dispatchers(self)
         self.entropy_clamp = 0.0  # see token_logprobs
         self.angles = angles  # float32 [head size / 2]: rotation of each pair of channels per position
         self.first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -267,6 +270,8 @@ def _choose_layers(
             parts = layer.submodules.self_attention.submodules
             parts.q_layernorm = parts.k_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = partial(PackedAttention, kernel=kernel)
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 

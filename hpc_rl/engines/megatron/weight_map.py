@@ -2,12 +2,11 @@
 
 A parameter of one rank consists of rectangles of tensors, one after another in memory. `linear_qkv` has rows
 of q, k and v for each group of heads; `linear_fc1` has the rows of the gate, then the rows of the up
-projection. Loading, exports and recover state use these rectangles.
+projection; the experts of a rank share a parameter. Loading, exports and recover state use these rectangles.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +34,7 @@ class RankPlace:
     expert_tensor: int = 1
     expert_tensor_rank: int = 0
     first_expert: int = 0
+    num_experts: int = 0  # of this rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ REPLICATED = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",  # Transformer Engine
     "mlp.router.weight": "mlp.gate.weight",
 }
-EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight")
+# parameter of a layer -> the matrices of an expert in it
+EXPERTS = {"mlp.experts.gate_up": ("gate_proj", "up_proj"), "mlp.experts.down": ("down_proj",)}
 
 
 def find_rectangles(
@@ -108,10 +109,8 @@ def find_rectangles(
         return _place_in_a_row([_share(name, shapes, 0, place.tensor, place.tensor_rank) for name in names])
     if parameter == "mlp.linear_fc2.weight":
         return [_share(f"{within}mlp.down_proj.weight", shapes, 1, place.tensor, place.tensor_rank)]
-    if found := EXPERT.fullmatch(parameter):
-        return _cut_expert(
-            f"{within}mlp.experts.", place.first_expert + int(found[1]), found[2], place, shapes
-        )
+    if parameter in EXPERTS:
+        return _cut_experts(f"{within}mlp.experts.", EXPERTS[parameter], place, shapes)
     raise KeyError(parameter)
 
 
@@ -144,24 +143,32 @@ def _cut_qkv(names: dict[str, str], place: RankPlace, shapes: Shapes, groups: in
             at += num_rows[one]
 
 
-def _cut_expert(within: str, expert: int, kind: str, place: RankPlace, shapes: Shapes) -> list[Rectangle]:
-    """Return the rectangles of one expert, in a tensor of all experts or in separate tensors."""
+def _cut_experts(within: str, matrices: tuple[str, ...], place: RankPlace, shapes: Shapes) -> list[Rectangle]:
+    """Return the rectangles of a rank's experts, in a tensor of all experts or in separate tensors."""
     ranks, rank = place.expert_tensor, place.expert_tensor_rank
+    first, num_experts = place.first_expert, place.num_experts
+    dim = int(matrices == ("down_proj",))
     if f"{within}gate_up_proj" not in shapes:  # transformers 4
-        kinds, names = {"fc1": ("gate_proj", "up_proj"), "fc2": ("down_proj",)}, {}
-        if f"{within}{expert}.w1.weight" in shapes:
+        names: dict[str, str] = {}
+        if f"{within}{first}.w1.weight" in shapes:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-        tensors = [f"{within}{expert}.{names.get(one, one)}.weight" for one in kinds[kind]]
-        return _place_in_a_row([_share(name, shapes, int(kind == "fc2"), ranks, rank) for name in tensors])
-    name = within + {"fc1": "gate_up_proj", "fc2": "down_proj"}[kind]
+        tensors = [
+            f"{within}{expert}.{names.get(one, one)}.weight"
+            for expert in range(first, first + num_experts)
+            for one in matrices
+        ]
+        return _place_in_a_row([_share(name, shapes, dim, ranks, rank) for name in tensors])
+    name = within + ("down_proj" if dim else "gate_up_proj")
     shape = shapes[name]
-    if kind == "fc2":
-        columns = shape[2] // ranks
-        return [Rectangle(name, 0, (1, shape[1], columns), (expert, 0, columns * rank), shape)]
+    if dim or ranks == 1:
+        columns = shape[2] // ranks if dim else shape[2]
+        sizes = (num_experts, shape[1], columns)
+        return [Rectangle(name, 0, sizes, (first, 0, columns * rank if dim else 0), shape)]
     rows = shape[1] // 2 // ranks
     return _place_in_a_row(
         [
             Rectangle(name, 0, (1, rows, shape[2]), (expert, half + rows * rank, 0), shape)
+            for expert in range(first, first + num_experts)
             for half in (0, shape[1] // 2)
         ]
     )

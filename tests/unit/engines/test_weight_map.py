@@ -53,12 +53,9 @@ SHARED = (
 
 
 def parameters(num_experts: int) -> list[str]:
-    experts = [
-        f"mlp.experts.local_experts.{i}.linear_fc{k}.weight" for i in range(num_experts) for k in (1, 2)
-    ]
-    mlp = (
-        ["mlp.router.weight", *experts] if num_experts else ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-    )
+    mlp = ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    if num_experts:
+        mlp = ["mlp.router.weight", "mlp.experts.gate_up", "mlp.experts.down"]
     outer = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
     return [f"decoder.layers.{name}" for name in (*SHARED, *mlp)] + outer
 
@@ -71,7 +68,7 @@ def test_ranks_have_each_number_once(mlp, tensor):
     counts = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for rank in range(tensor):
         for expert_rank in range(experts or 1):
-            place = RankPlace(tensor, rank, tensor, rank, 2 * expert_rank)
+            place = RankPlace(tensor, rank, tensor, rank, 2 * expert_rank, experts)
             for parameter in parameters(experts):
                 if expert_rank and ".experts." not in parameter:
                     continue
