@@ -3,8 +3,9 @@
     python benchmarks/rollout_path.py wire [--trees now=. before=../before] [--out benchmarks/results/rollout_wire.json]
     python benchmarks/rollout_path.py quickstart [--trees …] [--pairs 5] [--out benchmarks/results/rollout_path.json]
 
-`wire` puts a relay between a router and a server with the embedded engine. It counts HTTP requests and bytes
-for groups of 8 samples of one prompt, with completions of 6 and of 256 tokens.
+`wire` puts a relay between a router and a server with the embedded engine. It counts requests to generate,
+HTTP requests (with the one that opens a channel), and bytes for groups of 8 samples of one prompt, with
+completions of 6 and of 256 tokens.
 
 `quickstart` runs `hpc-rl quickstart` of each checkout in turn. It measures the wall seconds of the command;
 the mean of `wait_s + publish_s` and of `step_s` over the steps 20 to 340; and the CPU seconds of each role of
@@ -75,6 +76,15 @@ async def count(folder: Path, num_groups: int) -> dict[str, Any]:
     make_model(folder / "model", 0)
     backend = EmbeddedBackend(EmbeddedConfig())
     await backend.start(str(folder / "model"), "0.1")
+    num_requests = 0
+    generate = backend.generate
+
+    async def count_generations(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_requests
+        num_requests += 1
+        return await generate(*args, **kwargs)
+
+    backend.generate = count_generations  # type: ignore[method-assign]
     proxy = Proxy(backend, {"control": "c", "data": "d"})
     proxy.version, proxy.lifecycle = "0.1", "serving"
     sock = bind("127.0.0.1")
@@ -86,10 +96,11 @@ async def count(folder: Path, num_groups: int) -> dict[str, Any]:
     found = {}
     async with Router(names, "d") as router:
         for length in LENGTHS:
-            relay.requests, relay.bytes, cpu_s = 0, Counter(), time.process_time()
+            relay.requests, num_requests, relay.bytes, cpu_s = 0, 0, Counter(), time.process_time()
             await asyncio.gather(*(router.generate_many(make_group(n, length)) for n in range(num_groups)))
             num_tokens = num_groups * SAMPLES * length
             found[f"{length} tokens"] = {
+                "requests_per_group": num_requests / num_groups,
                 "http_requests_per_group": relay.requests / num_groups,
                 "bytes_sent_per_group": relay.bytes["sent"] / num_groups,
                 "bytes_received_per_token": relay.bytes["received"] / num_tokens,

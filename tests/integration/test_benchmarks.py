@@ -67,6 +67,33 @@ def test_the_page_has_the_table_of_the_stored_result():
     assert run["format_table"](record) in (ROOT / "docs/performance.md").read_text()
 
 
+def test_the_page_has_the_stored_counts():
+    run = runpy.run_path(str(ROOT / "benchmarks/step_counts.py"))
+    record = json.loads((ROOT / "benchmarks/results/step_counts.json").read_text())
+    assert run["format_table"](record) in (ROOT / "docs/performance.md").read_text()
+    for role in ("supervisor", "rollout"):
+        calls = record["after"]["files"][role]
+        assert calls["64"] <= 1.2 * calls["16"], role
+
+
+@pytest.mark.timeout(600)
+def test_no_layer_reads_a_value_back_and_a_group_is_one_request(tmp_path):
+    few, many = "megatron, 4 experts", "megatron, 16 experts"
+    command = [sys.executable, ROOT / "benchmarks/step_counts.py", "--only", "engines", "wire"]
+    command += ["--cases", "fsdp, padded rows", "fsdp, packed rows", few, many, "--groups", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--out", tmp_path / "out.json"], check=True, env=environment)
+    found = json.loads((tmp_path / "out.json").read_text())["after"]
+    share = "layer and micro-batch"
+    for name, counts in found["engines"].items():
+        assert counts["reads"][share] == 0, (name, counts)
+        assert counts["forward"][share] > 0 and counts["backward"][share] > 0, name
+        assert counts["reads"]["step"] > 0, "reads are not counted"
+    experts = [[found["engines"][name][kind] for kind in ("forward", "backward")] for name in (few, many)]
+    assert experts[0] == experts[1]
+    assert [found["wire"][length]["requests_per_group"] for length in found["wire"]] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "lengths, groups",
     [

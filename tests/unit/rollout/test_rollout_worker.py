@@ -332,6 +332,19 @@ async def test_a_pool_has_at_most_so_many_requests_at_once():
     assert client.most == 2 and len(client.requests) == 6
 
 
+async def test_all_samples_of_a_group_are_one_call():
+    class Counting(Client):
+        calls = 0
+
+        async def generate_many(self, requests):
+            self.calls += 1
+            return await super().generate_many(requests)
+
+    client = Counting()
+    outcome = await answer(*make(client, n_samples=8))
+    assert (outcome["op"], client.calls, len(client.requests)) == ("group", 1, 8)
+
+
 async def test_an_evaluation_samples_once_and_tells_every_version():
     client = Client()
     outcome = await answer(*make(client), evaluate=True)
