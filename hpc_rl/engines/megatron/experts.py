@@ -64,6 +64,10 @@ def _make_matrices(config: Any, *shape: int) -> nn.Parameter:
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends tokens to the ranks of their experts and puts them in the order of the experts."""
 
+    input_splits: Any  # numbers of tokens for and from other ranks: on the device, then on the host
+    output_splits: Any
+    output_splits_tp: Any
+
     def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
