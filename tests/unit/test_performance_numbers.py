@@ -30,7 +30,11 @@ def test_the_stored_numbers_are_within_the_goals():
 def test_the_page_about_scale_has_the_stored_shares_of_the_bound():
     text = " ".join((ROOT / "docs/scale.md").read_text().split())
     cases = json.loads((ROOT / "benchmarks/results/async_gain.json").read_text())["cases"]
-    shares = {number: [one["share"] for one in cases if one["prompts"] == number] for number in (128, 256, 512)}
-    spans = {number: f"{min(found):.2f} to {max(found):.2f} with {number}" for number, found in shares.items()}
+    shares = {
+        number: [one["share"] for one in cases if one["prompts"] == number] for number in (128, 256, 512)
+    }
+    spans = {
+        number: f"{min(found):.2f} to {max(found):.2f} with {number}" for number, found in shares.items()
+    }
     for span in spans.values():
         assert span in text
