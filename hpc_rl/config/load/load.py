@@ -386,7 +386,8 @@ def _resolve(
         follows_a_default = reference and reference[1] not in settings and reference[1] in of
         if follows_a_default and value == of.get(name, ...):
             del settings[name]  # both are defaults, and may still adapt together
-        elif isinstance(value, str) and "${oc.env:" in str(item.value):  # variables are text
+        elif isinstance(value, str) and "${oc.env:" in str(item.value) and is_reference(str(item.value)):
+            # variables are text
             settings[name] = parse_argument(value, item.origin)
         else:
             settings[name] = add_origin(value, item.origin)

@@ -156,8 +156,10 @@ def test_an_escaped_variable_is_text_and_so_is_a_reference_in_its_value(files, m
         trial_name: '\\${oc.env:HPC_RL_TEST_TEXT}'
         tokenizer_path: "/x/${oc.env:HPC_RL_TEST_TEXT}"
         stats_logger: {wandb: {name: "${trial_name}", group: "${tokenizer_path}"}}
+        launcher: {env: '\\${oc.env:'}
         """
     config = files.load(more=more).config
+    assert config.launcher.env == "${oc.env:", "text, although it would be a mapping on the command line"
     assert config.trial_name == config.stats_logger.wandb.name == "${oc.env:HPC_RL_TEST_TEXT}"
     assert config.tokenizer_path == config.stats_logger.wandb.group == "/x/a ${b.c"
 

@@ -91,7 +91,8 @@ def test_norms_and_biases_are_decayed_unless_it_is_turned_off(model_dir) -> None
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        ("", [[9, 3, 30, 1, 12, 2]]),
+        ("", [[9, 3, 1, 12, 2], [30]]),
+        ("mb_spec.granularity=6", [[9, 3, 30, 1, 12, 2]]),
         ("mb_spec.n_mbs=3", 3),
         ("mb_spec.max_tokens_per_mb=40", 3),
         ("mb_spec.n_mbs=3 mb_spec.granularity=2", [[9, 3], [12, 2], [30, 1]]),
@@ -113,8 +114,9 @@ def forward_passes(engine: FSDPEngine) -> int:
 
 
 def test_activations_are_computed_again_in_the_backward_pass(model_dir) -> None:
-    assert forward_passes(engine_of(model_dir)) == 2
-    assert forward_passes(engine_of(model_dir, "gradient_checkpointing=false")) == 1
+    num_micro_batches = len(micro_batches_of(engine_of(model_dir), some_rows()))
+    assert forward_passes(engine_of(model_dir)) == 2 * num_micro_batches
+    assert forward_passes(engine_of(model_dir, "gradient_checkpointing=false")) == num_micro_batches
 
 
 def test_attention_and_first_values(model_dir, tmp_path) -> None:
