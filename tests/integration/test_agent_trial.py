@@ -70,7 +70,7 @@ launcher: {type: local}
 @pytest.fixture
 def shell(tmp_path) -> Shell:
     made = Shell(tmp_path)
-    make_model(made.here / "model", alphabet=(*"0123456789+=?", CALL))
+    make_model(made.here / "model", seed=4, alphabet=(*"0123456789+=?", CALL))
     (made.here / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(8)))
     (made.here / "agent.py").write_text(AGENT)
     (made.here / "small.yaml").write_text(CONFIG)

@@ -86,7 +86,12 @@ def test_the_function_of_the_page_reads_every_step(here):
 
 
 def test_a_fork_of_published_weights_trains_from_them(here):
+    # a random model has no right sum
+    (here / "lengths.py").write_text(
+        "def reward(prompt, completion, **_):\n    return len(completion) / 10\n"
+    )
     options = ["total_train_steps=2", "actor.optimizer.lr=1e-6", "evaluator.freq_steps=1"]
+    options.append("rollout.reward_fn=lengths:reward")
     done = hpc_rl(
         "fork",
         f"{trial_of(here, 'first', 'quickstart').dir}@3",

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "config"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("unit/config", "helpers")]
 
 import pytest
 import torch
