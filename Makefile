@@ -4,7 +4,7 @@
 # make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
 # make rows         the test of every `works` row of the parameters with that option disconnected: it must fail
 # make docs         the docs as a site, in ./site
-# make bench        this project beside its peers (some hours); writes docs/performance.md and benchmarks/results
+# make bench        this project beside its peers (15 minutes); writes docs/performance.md and benchmarks/results
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv

@@ -38,7 +38,7 @@ from hpc_rl.atropos.api import AtroposApi, TrialFacts
 from hpc_rl.atropos.intake import SequenceLimits
 from hpc_rl.atropos.routes import make_routes
 from hpc_rl.core.types import Turn
-from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.gateway.gateway_log import GatewayLog
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import make_application, make_rollout_routes
@@ -93,7 +93,7 @@ async def serve_ours(folder: Path, port: int, shape: Shape) -> None:
         batch_size=GROUPS_PER_BATCH, max_concurrent=1, eta=10**6,
         batch_sequences=shape.batch_size, n_samples=shape.group_size, own_prompts=False,
     )  # fmt: skip
-    prompts = Prompts(None, None, 0)  # type: ignore[arg-type]
+    prompts = Curriculum(None, None, 0)  # type: ignore[arg-type]
     service = RolloutService(folder / "rollout", Sequencer(rules), prompts, {}, lambda: (0, []), NoWorkers())  # type: ignore[arg-type]
     log = GatewayLog(folder / "gateway")
     facts = TrialFacts(SequenceLimits(150_000, 4096), "", None, "", 100, 10**6)

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -227,12 +227,16 @@ def format_table(record: dict[str, Any]) -> str:
         lines.append(
             f"| {case['what']} | {case['peer']} | {' | '.join(shown)} | **{ratio['median']:.2f}** | {spread} |"
         )
-    kind = "a quick run, which says little" if record["quick"] else f"{record['num_pairs']} pairs"
-    machine, versions = record["machine"], record["versions"]
+    machine, versions, cases = record["machine"], record["versions"], record["cases"].values()
+    kind = "a quick run, which says little" if any(case["quick"] for case in cases) else "pairs"
+    days = sorted({case["time"][:10] for case in cases})
+    pairs = sorted({case["num_pairs"] for case in cases})
+    loads = [case["load"][0] for case in cases if case["load"]]
     lines += [
         "",
-        f"{record['time'][:10]}, {kind}, {machine['cpus']} CPUs ({machine['processor']}), load {machine['load'][0]:.1f} "
-        f"before; {', '.join(f'{name} {number}' for name, number in versions.items())}.",
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {' or '.join(map(str, pairs))} {kind}, "
+        f"{machine['cpus']} CPUs ({machine['processor']}), load {min(loads):.1f} to {max(loads):.1f} before a case; "
+        f"{', '.join(f'{name} {number}' for name, number in versions.items())}.",
     ]
     return "\n".join(lines)
 
@@ -262,7 +266,6 @@ def main() -> None:
     from toy import make_models
 
     torch.set_num_threads(1)
-    load = os.getloadavg()
     cases = {}
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
         known = list_cases(args, Path(name))
@@ -272,25 +275,50 @@ def main() -> None:
         if any(case.startswith(("grpo", "import", "help")) for case in chosen):
             make_peer_environment()
             make_models(Path(name))
+        cases = load_cases(args.out, known) if args.only else {}
         for case in chosen:
             what, peer, measure = known[case]
             print(case, flush=True)
-            cases[case] = {"what": what, "peer": peer, **measure()}
+            begun = describe_run(args)
+            cases[case] = {"what": what, "peer": peer, **begun, **measure()}
             cases[case]["ratio"] = summarize(cases[case])
+            cases[case]["load_after"] = os.getloadavg()
             print(f"  peer / ours: {cases[case]['ratio']}", flush=True)
+            # written after each case, because a later one may fail
+            record = make_record({name: cases[name] for name in known if name in cases})
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(record, indent=2) + "\n")
+    if args.page:
+        write_table(args.page, record)
+    print(format_table(record))
+
+
+def load_cases(path: Path, known: Collection[str]) -> dict[str, Any]:
+    """Return the stored cases, which a run of other cases keeps."""
+    stored = json.loads(path.read_text())["cases"] if path.exists() else {}
+    return {name: case for name, case in stored.items() if name in known and "commit" in case}
+
+
+def describe_run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the time, the code and the machine's load of a case at its begin."""
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    record = {
-        "what": "CPU of this project and of its peers on the same work, alternately",
+    return {
         "command": f"python benchmarks/side_by_side/run.py {' '.join(sys.argv[1:])}".strip(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip(),
         "quick": args.quick,
         "num_pairs": args.pairs,
+        "load": os.getloadavg(),
+    }
+
+
+def make_record(cases: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "what": "CPU of this project and of its peers on the same work, alternately",
         "machine": {
             "cpus": os.cpu_count(), "processor": platform.machine(), "platform": platform.platform(),
-            "load": load, "load_after": os.getloadavg(),
         },
         "versions": {
             "python": platform.python_version(), "torch": version("torch"),
@@ -299,11 +327,6 @@ def main() -> None:
         },
         "cases": cases,
     }  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=2) + "\n")
-    if args.page:
-        write_table(args.page, record)
-    print(format_table(record))
 
 
 if __name__ == "__main__":
