@@ -12,6 +12,7 @@ import json
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -20,6 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from learning_curves import make_recipe
 
 from hpc_rl.config.options.dataset import PromptDatasetConfig
