@@ -70,8 +70,8 @@ def measure(num_prompts: int, sigma: float, devices: int) -> dict[str, Any]:
     prefill_s = num_prompts * costs.prompt_tokens * costs.prefill_token_s
     made = num_prompts * N_SAMPLES * capped.mean_length
     full_s = (made * costs.compute_token_s(slots) / slots + prefill_s) / devices
-    rest_s = costs.compute_train_s(num_tokens, devices)
-    bound = (sync.parts_s["wait_s"] + rest_s) / (full_s + rest_s)
+    train_s = costs.compute_train_s(num_tokens, devices)
+    bound = (sync.parts_s["wait_s"] + train_s) / (full_s + train_s)
     gain = sync.step_s / steps[best]
     return {
         "prompts": num_prompts,
@@ -79,7 +79,7 @@ def measure(num_prompts: int, sigma: float, devices: int) -> dict[str, Any]:
         "sync_s": sync.step_s,
         "generation_with_tail_s": sync.parts_s["wait_s"],
         "generation_full_s": full_s,
-        "training_s": rest_s,
+        "training_s": train_s,
         "async_s": steps[best],
         "servers": best,
         "gain": gain,

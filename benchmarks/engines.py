@@ -75,9 +75,9 @@ def write_model(folder: Path, shape: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     heads, kv_heads, head_dim = shape["heads"]
+    options = {"model_type": "qwen3", **shape["model"]}
     config = AutoConfig.for_model(
-        "qwen3",
-        **shape["model"],
+        **options,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

@@ -1,4 +1,4 @@
-"""What a trial does, counted instead of timed: the same numbers on any machine.
+"""Counts of a training step, of requests and of file calls, in place of times.
 
     python benchmarks/step_counts.py [--only engines wire files] [--out benchmarks/results/step_counts.json]
 
@@ -109,39 +109,20 @@ def count_operators() -> Iterator[Counter[str]]:
             setattr(torch.Tensor, name, original)
 
 
-def write_model(folder: Path, num_layers: int, more: dict[str, Any]) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    heads, kv_heads, head_dim = HEADS
-    options = {**MODEL, **more}
-    config = AutoConfig.for_model(
-        options.pop("model_type", "qwen3"),
-        **options,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-
-
 def count_step(name: str, num_layers: int, num_micro_batches: int) -> Counter[str]:
     """Return the counts of the second update of an engine."""
-    from engines import EngineSide, batches
+    from engines import EngineSide, batches, write_model
 
     backend, options, model = CASES[name]
     shape = {
-        "model": MODEL,
+        "model": {**MODEL, **model, "num_hidden_layers": num_layers},
+        "heads": HEADS,
         "rows": ROWS_PER_MICRO_BATCH * num_micro_batches,
         "lengths": (ROW_TOKENS, ROW_TOKENS),
         "tokens_per_mb": ROWS_PER_MICRO_BATCH * ROW_TOKENS,
     }
     with tempfile.TemporaryDirectory(prefix="step-counts-") as folder:
-        write_model(Path(folder), num_layers, model)
+        write_model(Path(folder), shape)
         side = EngineSide(backend, Path(folder), shape, "cpu", **options)
         side.step(batches(shape, 0))
         with count_operators() as counts:

@@ -266,7 +266,6 @@ def main() -> None:
     from toy import make_models
 
     torch.set_num_threads(1)
-    cases = {}
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
         known = list_cases(args, Path(name))
         if unknown := set(args.only) - known.keys():
@@ -296,7 +295,7 @@ def main() -> None:
 def load_cases(path: Path, known: Collection[str]) -> dict[str, Any]:
     """Return the stored cases, which a run of other cases keeps."""
     stored = json.loads(path.read_text())["cases"] if path.exists() else {}
-    return {name: case for name, case in stored.items() if name in known and "commit" in case}
+    return {name: case for name, case in stored.items() if name in known}
 
 
 def describe_run(args: argparse.Namespace) -> dict[str, Any]:

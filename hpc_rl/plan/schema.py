@@ -46,7 +46,7 @@ class Unit:
     pool: str = ""  # of a server
     nodes: list[int]  # node indexes within the allocation, in rank order
     tasks_per_node: int = 1
-    cpus_per_task: int  # also its OMP_NUM_THREADS, unless a machine without a scheduler has fewer for it
+    cpus_per_task: int  # also its OMP_NUM_THREADS; without a scheduler at most its share of the CPUs
     mem_mb_per_task: int
     gpus_per_task: int = 0
     gpu_offset: int = 0  # first GPU of the unit on each of its nodes

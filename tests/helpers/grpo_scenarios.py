@@ -14,7 +14,7 @@ import torch
 from engine_weights import whole_weights
 from plain_grpo import DEFAULTS, PlainGRPO
 from recipes import make_run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.config.options.dataset import PromptDatasetConfig
@@ -272,6 +272,3 @@ def check(
     gap = measure_gap(found, wanted)
     assert gap <= TOLERANCE, f"a weight differs by {gap:.2g}"
     return gap
-
-
-read = load_file
