@@ -133,6 +133,10 @@ class ChannelLost(Exception):
     """The connection broke before the last message of a request."""
 
 
+class ChannelClosed(ChannelLost):
+    """The server closed the connection when it had no request of it: it has not begun this one."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A request without its last message."""
@@ -156,7 +160,8 @@ class Channel:
     async def ask(self, request: ChannelRequest, take: Callable[[list[Part]], None]) -> Answer:
         """Send a request; call `take` with each list of parts; return the status, and the body of an error.
 
-        Raises ChannelLost; aiohttp.ClientError or OSError without a connection; what `take` raises.
+        Raises ChannelLost or ChannelClosed; aiohttp.ClientError or OSError without a connection; what `take`
+        raises.
         """
         socket = await self._connect()
         number, done = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -201,6 +206,8 @@ class Channel:
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY:
                     self._take(message.data)
+            if socket.close_code == aiohttp.WSCloseCode.GOING_AWAY:
+                lost = ChannelClosed("closed the connection before it began the request")
         except (ValueError, LookupError, TypeError, struct.error) as error:
             lost = ChannelLost(f"sent a message that can't be read: {type(error).__name__}: {error}")
         finally:
@@ -260,10 +267,14 @@ class ChannelServer:
 
     async def close(self, timeout_s: float) -> None:
         """Give running requests some time to end, then close all connections."""
+        import aiohttp
+
         running = [task for tasks in self._connections.values() for task in tasks.values()]
         if running:
             await asyncio.wait(running, timeout=timeout_s)
-        await asyncio.gather(*(socket.close() for socket in list(self._connections)))
+        idle, busy = aiohttp.WSCloseCode.GOING_AWAY, aiohttp.WSCloseCode.OK
+        ends = [socket.close(code=busy if tasks else idle) for socket, tasks in self._connections.items()]
+        await asyncio.gather(*ends)
 
     def _begin(
         self,

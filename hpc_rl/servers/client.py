@@ -26,7 +26,7 @@ from hpc_rl.core.errors import (
     ServerUnavailable,
 )
 from hpc_rl.core.types import TokenLogprobs, Turn
-from hpc_rl.servers.channel import Channel, ChannelLost, ChannelRequest
+from hpc_rl.servers.channel import Channel, ChannelClosed, ChannelLost, ChannelRequest
 from hpc_rl.servers.wire import LOGPROBS, PART_S, Part, Span
 
 if TYPE_CHECKING:  # it takes as long to import as all else, and a check of user code asks no server
@@ -231,6 +231,8 @@ class HttpServerClient:
         with self._translate_errors(path, CONTROL_TIMEOUT_S):
             try:
                 status, answer = await self._generate_parts(request, take)
+            except ChannelClosed as error:
+                raise ServerUnavailable(f"{self.url}{path}: {error}") from error
             except ChannelLost as error:
                 raise ServerLost(f"{self.url}{path}: {error}") from error
         if refused:

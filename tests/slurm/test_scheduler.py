@@ -306,7 +306,7 @@ def test_the_death_of_a_watch_with_the_first_node_brings_the_job_back(cluster, s
     """--no-kill alone would leave the job running without its batch script until the time limit."""
     monkeypatch.setenv("HPC_RL_WATCH_S", "1")
     job = start("hang", "0", n_nodes=3)
-    until(lambda: "act hang" in job.log and len(watches(cluster, job)) == 2)
+    until(lambda: len(list(job.trial.names.glob("watch/*"))) == 2 and not helpers_of(cluster, job))
     first, [near, far] = (
         batch_node(cluster, job),
         [watches(cluster, job)[f"watch-{number}"] for number in (0, 1)],

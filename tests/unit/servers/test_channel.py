@@ -8,11 +8,13 @@ import pytest
 from aiohttp import web
 from patience import extend
 
+from hpc_rl.core.errors import ServerLost, ServerUnavailable
 from hpc_rl.core.net import bind
 from hpc_rl.servers import channel as channels
 from hpc_rl.servers.channel import (
     CHANNEL,
     Channel,
+    ChannelClosed,
     ChannelLost,
     ChannelRequest,
     ChannelServer,
@@ -22,7 +24,7 @@ from hpc_rl.servers.channel import (
     encode_request,
     unpack,
 )
-from hpc_rl.servers.client import open_session
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
 from hpc_rl.servers.wire import Part
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 0.7, "stop_token_ids": [3]}
@@ -244,3 +246,35 @@ async def test_a_server_that_closes_lets_its_requests_end():
         await closing
         await runner.cleanup()
         await channel.close()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_server_that_closes_tells_whether_it_has_begun_the_request(has_begun):
+    class Closing(ChannelServer):
+        def _begin(self, *args):
+            if has_begun:
+                super()._begin(*args)
+            self.closing = asyncio.create_task(self.close(0.01))
+
+    async def generate(request, send):
+        await asyncio.Event().wait()
+
+    server = Closing(generate, 1 << 20)
+    app = web.Application()
+    app.router.add_get(CHANNEL, server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = bind("127.0.0.1")
+    await web.SockSite(runner, listener).start()
+    async with open_session() as session:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = HttpServerClient(session, url, "data")
+        client._tokens_per_s = 1e6
+        partial = PartialTurn(GenerateRequest([5], {"max_new_tokens": 8}, "r0"))
+        with pytest.raises(ServerUnavailable) as caught:
+            await client.finish([partial])
+        assert isinstance(caught.value, ServerLost) == has_begun
+        assert (partial.turn.num_regenerated > 0) == has_begun
+        await server.closing
+        await runner.cleanup()
+        await client.close()
