@@ -14,7 +14,6 @@ from hpc_rl.servers import channel as channels
 from hpc_rl.servers.channel import (
     CHANNEL,
     Channel,
-    ChannelClosed,
     ChannelLost,
     ChannelRequest,
     ChannelServer,
