@@ -49,9 +49,9 @@ from hpc_rl.examples import hints, toy
 from hpc_rl.rollout.distillation import Teacher, make_demonstration
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.servers.embedded.decode_batch import Sequence
-from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.given_tokens import compute_logprobs
+from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.wire import GivenTokens, SamplingParams
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.critic import Critic
@@ -169,7 +169,7 @@ class Policy:
     ) -> list[TokenLogprobs]:
         """Score given tokens, as the pool of a teacher."""
         given = [GivenTokens(ids, start) for ids, start in zip(inputs, starts, strict=True)]
-        answers = self.engine.command(lambda: compute_logprobs(self.model.module, given, top_k)).result()
+        answers = self.engine.command(lambda: compute_logprobs(self.model, given, top_k)).result()
         return [TokenLogprobs(**answer) for answer in answers]
 
 

@@ -30,11 +30,10 @@ from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
 from hpc_rl.servers.embedded.changes import PreparedChanges, load_changes
 from hpc_rl.servers.embedded.decode_batch import Sequence
-from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.given_tokens import compute_logprobs
+from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.embedded.receive import WeightReceiver
-from hpc_rl.servers.embedded.scorer import EmbeddedScorer
 from hpc_rl.servers.weight_group import start_in_thread
 from hpc_rl.servers.wire import (
     LOGPROBS,
@@ -144,6 +143,9 @@ class EmbeddedBackend:
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:
         if config.actor.is_critic:
+            # it needs transformers, whose import takes longer than PyTorch's
+            from hpc_rl.servers.embedded.scorer import EmbeddedScorer
+
             return EmbeddedScorer.create(config, place)
         tokenizer = config.tokenizer_path or config.actor.path
         address = place.address if config.actor.weight_update_mode == "xccl" else ""
@@ -301,7 +303,7 @@ class EmbeddedBackend:
             raise RequestRefused(f"input_ids must be below {model.vocab_size}, got {most}")
         if (longest := max(len(one.ids) for one in inputs)) > model.context_length:
             raise RequestRefused(f"{longest} input tokens exceed the model's {model.context_length}")
-        return await self._in_engine(lambda: compute_logprobs(model.module, inputs, top_k))
+        return await self._in_engine(lambda: compute_logprobs(model, inputs, top_k))
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer = self._require_tokenizer()

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpc_rl.servers.embedded.decoder import CacheRows, Model
+from hpc_rl.servers.embedded.decoder import CacheRows
+from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.wire import SamplingParams
 
 

@@ -21,7 +21,7 @@ import torch
 from hpc_rl.core.proc import trim_memory
 from hpc_rl.servers.embedded.changes import PreparedChanges
 from hpc_rl.servers.embedded.decode_batch import DecodeBatch, Sequence
-from hpc_rl.servers.embedded.decoder import Model
+from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.embedded.sampler import draw_uniforms, sample
 from hpc_rl.servers.wire import SamplingParams
 

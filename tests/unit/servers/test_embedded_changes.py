@@ -14,7 +14,7 @@ from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.embedded import changes as changes_module
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 from hpc_rl.servers.embedded.changes import load_changes
-from hpc_rl.servers.embedded.decoder import Model
+from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.node_backend import NodeBackend
 from hpc_rl.weight_files.model_copy import ModelCopy
 

@@ -3,6 +3,9 @@ nothing.
 """
 
 import copy
+import json
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -21,9 +24,13 @@ from transformers import (
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.embedded.decode_batch import Sequence
-from hpc_rl.servers.embedded.decoder import FusedDecoder, HFDecoder, Model
+from hpc_rl.servers.embedded.decoder import FusedDecoder
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
-from hpc_rl.servers.wire import SamplingParams
+from hpc_rl.servers.embedded.given_tokens import compute_logprobs
+from hpc_rl.servers.embedded.hf_decoder import HFDecoder
+from hpc_rl.servers.embedded.model import Model
+from hpc_rl.servers.embedded.plain_model import PlainModel
+from hpc_rl.servers.wire import GivenTokens, SamplingParams
 
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -81,18 +88,100 @@ def check(module, sequences):
 PROMPTS = [[5, 6, 7], [9], [5, 6, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 3]]
 
 
+def edit(file, **options):
+    """Change options of a JSON file; None removes one."""
+    old = json.loads(file.read_text())
+    file.write_text(json.dumps({name: one for name, one in (old | options).items() if one is not None}))
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_fused_decoder_equals_a_forward_pass(tmp_path, kind, tie):
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_fused_decoder_equals_a_forward_pass(tmp_path, kind, tie, is_plain):
     module = make(tmp_path, kind, tie=tie)
+    if not is_plain:
+        edit(tmp_path / "config.json", an_option_of_the_future=1)
     model = Model(str(tmp_path), "float32")
     assert isinstance(model.decoder, FusedDecoder)
+    assert isinstance(model.module, PlainModel) == is_plain
     check(module, decode_all(model, PROMPTS))
+    given = [GivenTokens([5, 6, 7, 8], 1), GivenTokens([9, 3], 1), GivenTokens([3, 4, 5, 6, 7, 8], 4)]
+    for asked, answer in zip(given, compute_logprobs(model, given, 0), strict=True):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(module(torch.tensor([asked.ids])).logits[0], -1)
+        wanted = [logprobs[at - 1, asked.ids[at]].item() for at in range(asked.start, len(asked.ids))]
+        assert answer["logprobs"] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
+        {"rope_parameters": None, "rope_theta": 300.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 0.5},
+        {"rms_norm_eps": None},
+        {"tie_word_embeddings": None},
+        {"use_sliding_window": None, "layer_types": None},
+        {"head_dim": None},
+        {"dtype": "bfloat16", "initializer_range": 0.5},
+    ],
+    ids=str,
+)
+def test_options_of_a_model_have_the_effect_that_they_have_in_transformers(tmp_path, kind, options):
+    make(tmp_path, kind, head_dim=128 if kind == "qwen3" else 8)
+    edit(tmp_path / "config.json", **options)
+    module = KINDS[kind][1].from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check(module, decode_all(Model(str(tmp_path), "float32"), PROMPTS))
+
+
+def test_the_end_of_sequence_comes_from_the_generation_config(tmp_path):
+    make(tmp_path)
+    assert Model(str(tmp_path), "float32").eos_ids == (1,)
+    edit(tmp_path / "generation_config.json", eos_token_id=[3, 1])
+    assert Model(str(tmp_path), "float32").eos_ids == (3, 1)
+    (tmp_path / "generation_config.json").unlink()
+    edit(tmp_path / "config.json", eos_token_id=2)
+    assert Model(str(tmp_path), "float32").eos_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b"\x10\0\0\0"])
+def test_damaged_files_are_refused(tmp_path, name, content):
+    make(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises((OSError, ValueError)):
+        Model(str(tmp_path), "float32")
+
+
+def test_a_served_model_does_not_change_with_its_file(tmp_path):
+    module = make(tmp_path, tie=True)
+    model = Model(str(tmp_path), "float32")
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(0)
+    check(module, decode_all(model, PROMPTS))
+
+
+def test_a_server_of_a_known_architecture_does_without_transformers(tmp_path):
+    make(tmp_path)
+    code = (
+        "import sys; import hpc_rl.servers.embedded.backend; from hpc_rl.servers.embedded.model import Model\n"
+        f"Model({str(tmp_path)!r}, 'bfloat16'); print('transformers' in sys.modules)"
+    )
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout == ("False\n")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "phi3"])
 def test_any_causal_model_goes_through_its_own_forward(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("hpc_rl.servers.embedded.decoder.FUSED_TYPES", ())
+    monkeypatch.setattr("hpc_rl.servers.embedded.model.load_plain", lambda *_: None)
+    monkeypatch.setattr("hpc_rl.servers.embedded.hf_decoder.FUSED_TYPES", ())
     module = make(tmp_path, kind)
     model = Model(str(tmp_path), "float32")
     assert isinstance(model.decoder, HFDecoder)
