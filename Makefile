@@ -6,6 +6,7 @@
 # make docs         the docs as a site, in ./site
 # make bench        this project beside its peers (15 minutes); writes docs/performance.md and benchmarks/results
 # make soak         what is too long for every landing
+# make slow         make test on a machine that is made slower: each process gets a third of a core (about 1 h; root)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 # a missing Slurm, SGLang, vLLM, atroposlib, MPI or shellcheck fails instead of skipping
 export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,mpi,shellcheck
 
-.PHONY: quickstart setup format check test gpu rows docs bench soak clean
+.PHONY: quickstart setup format check test gpu rows docs bench soak slow clean
 
 quickstart: $(VENV)/train
 	$(BIN)/hpc-rl quickstart
@@ -84,6 +85,9 @@ soak: $(VENV)/dev
 	tests/atropos/install.sh
 	tests/mpi/install.sh
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
+
+slow: $(VENV)/dev
+	$(BIN)/python tests/slow_machine.py --share 0.333 $(MAKE) test
 
 clean:
 	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .venv-trl .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site
