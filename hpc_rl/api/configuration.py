@@ -173,4 +173,5 @@ def _convert(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{value!r} is not plain data")
+    kinds = "text, numbers, true and false, None, paths, lists and dicts"
+    raise TypeError(f"{value!r} inside of it is a {type(value).__name__}; allowed are {kinds}")

@@ -81,7 +81,10 @@ class Environment:
         async def sample(input_ids: list[int]) -> Turn:
             room = self.config.max_token_length - len(input_ids)
             if room < MIN_ROOM_TOKENS:
-                raise NoRoom(f"{len(input_ids)} tokens of max_token_length = {self.config.max_token_length}")
+                limit = f"max_token_length {self.config.max_token_length}"
+                raise NoRoom(
+                    f"the conversation has {len(input_ids)} tokens, which leaves no room below {limit}"
+                )
             given = self.eval_sampling if evaluate else self._training_sampling
             stops = [*given.get("stop_token_ids", ()), *self.tokenizer.eos_token_ids]
             most = min(room, int(given.get("max_new_tokens", room)))

@@ -215,7 +215,10 @@ def _make_array(values: Sequence[Any], place: str, dtype: Any, length: int | Non
         with np.errstate(over="ignore"):  # overflowing values become infinite, and are refused below
             array = np.asarray(values, dtype)
     except (OverflowError, ValueError):
-        raise GroupRejected(f"{place} has a number that is out of range") from None
+        kind = f"numbers of type {np.dtype(dtype).name}"
+        raise GroupRejected(
+            f"{place} must be {kind}, and it has a value that is none, or too large"
+        ) from None
     if dtype == np.float32 and not (np.abs(array) <= LARGEST_NUMBER).all():
         raise GroupRejected(f"{place} has a number that is not finite, or above {LARGEST_NUMBER:g}")
     return array

@@ -37,7 +37,7 @@ def hold_entry(folder: Path, name: str, why: str) -> Iterator[None]:
         beat.start()
     except OSError as error:  # a read-only place
         logger.warning(
-            "%s in %s can't be marked as in use (%s), so the trial may remove it meanwhile",
+            "%s in %s can't be marked as in use (%s), so the trial may remove it while it is read",
             name,
             folder,
             error,

@@ -331,7 +331,8 @@ def check_newest_lineage(trial: Trial, lineage: int) -> None:
     newest = max(find_lineage_files(trial), default=lineage)
     if newest > lineage:
         raise Stale(
-            f"a later start of the trainer (lineage {newest}) has taken the place of lineage {lineage}"
+            f"a later start of the trainer (lineage {newest}) has taken the place of this one (lineage "
+            f"{lineage}), which ends"
         )
 
 

@@ -36,7 +36,7 @@ class WeightVersion:
     def parse(cls, label: str) -> WeightVersion:
         lineage, _, step = label.partition(".")
         if not (lineage.isdecimal() and step.isdecimal()):
-            raise ValueError(f"weight version must read '<lineage>.<step>', got {label!r}")
+            raise ValueError(f"a weight version has the form LINEAGE.STEP, such as 0.12, got {label!r}")
         return cls(int(lineage), int(step))
 
 
@@ -190,7 +190,7 @@ def _encode_value(value: Any) -> Any:
         if isinstance(value, TrajectoryGroup) and (joined := _join_trajectories(value.trajectories)):
             fields["trajectories"] = joined
         return {"__t__": type(value).__name__, "v": fields}
-    raise TypeError(f"{type(value).__name__} has no wire format")
+    raise TypeError(f"{type(value).__name__}  objects can't be sent to other processes of the trial")
 
 
 def _decode_value(value: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ def _decode_value(value: dict[str, Any]) -> Any:
 
         dtype = np.dtype(value["__nd__"])
         if dtype.hasobject:
-            raise ValueError("object arrays are not accepted")
+            raise ValueError("arrays of Python objects are not accepted: only arrays of numbers")
         return np.frombuffer(value["d"], dtype).reshape(value["s"]).copy()
     if "__t__" in value:
         fields = value["v"]

@@ -131,7 +131,8 @@ class Sequencer:
         """
         if lineage < self.log.lineage:
             raise Stale(
-                f"the trainer of lineage {lineage} was replaced by the one of lineage {self.log.lineage}"
+                f"the trainer has been started again (lineage {self.log.lineage}), so its earlier process "
+                f"(lineage {lineage}) gets no more batches"
             )
         took_over = lineage > self.log.lineage
         if took_over or self.version is None:

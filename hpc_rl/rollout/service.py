@@ -268,7 +268,10 @@ class RolloutService:
     def _refuse_older(self, lineage: int) -> None:
         if lineage < self.sequencer.log.lineage:
             newer = self.sequencer.log.lineage
-            raise Stale(f"the trainer of lineage {lineage} was replaced by the trainer of lineage {newer}")
+            raise Stale(
+                f"the trainer has been started again (lineage {newer}), so its earlier process (lineage "
+                f"{lineage}) gets no more batches"
+            )
 
     async def _begin_new_batches(self, lineage: int, from_step: int) -> None:
         """Set aside the batches after `from_step` and all unbatched groups: their prompts are issued again.

@@ -73,7 +73,9 @@ def decode_request(header: dict[str, Any], numbers: memoryview) -> ChannelReques
     """Return the request of a message. Raises LookupError, TypeError, ValueError for another message."""
     rids, lengths, sampling = header["rids"], header["lengths"], header["sampling"]
     if not rids or len(lengths) not in (1, len(rids)):
-        raise ValueError(f"{len(lengths)} inputs for {len(rids)} samples")
+        raise ValueError(
+            f"{len(lengths)} inputs for {len(rids)} samples; there must be one for all, or one for each"
+        )
     inputs = _split(np.frombuffer(numbers, np.int32, sum(lengths)).tolist(), lengths)
     inputs = inputs if len(inputs) == len(rids) else inputs * len(rids)
     if isinstance(sampling, dict):

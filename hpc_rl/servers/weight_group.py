@@ -71,7 +71,9 @@ class Bucket:
         at = 0
         for name, dtype, size in zip(bucket.names, dtypes, bucket._list_sizes(), strict=True):
             if at % getattr(torch, dtype).itemsize:
-                raise ValueError(f"names, dtypes and shapes: {name} begins at byte {at}, between two values")
+                raise ValueError(
+                    f"names, dtypes and shapes: {name} would begin at byte {at}, inside of a value"
+                )
             at += size
         return bucket
 

@@ -331,5 +331,7 @@ def _check_values(values: dict[str, Any]) -> SamplingParams:
 
 def _check_integer(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 1 << 63:
-        raise RequestRefused(f"sampling key {key!r} must be an integer of 64 bits, got {value!r:.80}")
+        raise RequestRefused(
+            f"sampling key {key!r} must be an integer from -2^63 to 2^63 - 1, got {value!r:.80}"
+        )
     return value

@@ -46,7 +46,10 @@ def create_callback(path: str) -> Any:
         try:
             inspect.signature(method).bind(object())
         except TypeError as error:
-            raise refuse(f"must accept the call {point}(event): {error}") from error
+            use = f"define it as `def {point}(self, event)`"
+            raise refuse(
+                f"has a method {point} that can't be called with one event: {error}; {use}"
+            ) from error
     return one
 
 

@@ -267,7 +267,7 @@ class FirstStart:
             origin = f"checkpoint {self.step}" if self.step else "the start"
             raise NothingToResume(
                 f"trial {trial} cannot resume from {origin}: {error}. Put the file back, or resume from a "
-                "later checkpoint; `hpc-rl checkpoint export` makes a model of its state for a new trial."
+                "later checkpoint; or start a new trial with a model from `hpc-rl checkpoint export`."
             ) from error
 
     def _check_finished(self) -> None:

@@ -6,6 +6,7 @@ A refusal leaves no files. `render_to` stops before the scheduler.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -375,7 +376,7 @@ def make_provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -
     """Return the content of provenance.json; the time is in the job's record."""
     return {
         "version": hpc_rl.__version__,
-        "git": find_git_state(Path(hpc_rl.__file__).parent.parent),
+        "git": find_own_git_state(),
         "command": command,
         "workdir": str(workdir),
         "workdir_git": find_git_state(checkout_of(workdir)),
@@ -384,6 +385,12 @@ def make_provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -
         "python": platform.python_version(),
         "sha256": hashes,
     }
+
+
+@functools.cache
+def find_own_git_state() -> dict[str, Any] | None:
+    """Return the commit of this package, as `find_git_state`. A process keeps the code that it has loaded."""
+    return find_git_state(Path(hpc_rl.__file__).parent.parent)
 
 
 def find_git_state(checkout: Path) -> dict[str, Any] | None:

@@ -89,7 +89,8 @@ def find_changes(before: np.ndarray, after: np.ndarray) -> Changes:
     """Compare two versions of a rectangle, flat arrays of one unsigned type and length, bit by bit."""
     if before.shape != after.shape or before.dtype != after.dtype or before.ndim != 1:
         raise ValueError(
-            f"versions differ in form: {before.dtype} {before.shape}, {after.dtype} {after.shape}"
+            f"two versions of a tensor differ in type or shape: {before.dtype} {before.shape}, "
+            f"{after.dtype} {after.shape}"
         )
     starts = range(0, len(after), CHUNK_VALUES)
     parts = [
@@ -131,9 +132,10 @@ def apply_changes(rectangle: Rectangle, changes: Changes, whole: np.ndarray) -> 
     positions = changes.positions()
     if len(changes.gaps) != len(changes.values) or changes.values.dtype != rectangle.word:
         counts = f"{len(changes.gaps)} gaps, {len(changes.values)} values of {changes.values.dtype}"
-        raise ValueError(f"{rectangle.name}: {counts}")
+        raise ValueError(f"the changes of tensor {rectangle.name} do not fit it: {counts}")
     if len(positions) and positions[-1] >= rectangle.num_values:
-        raise ValueError(f"{rectangle.name}: position {positions[-1]} of {rectangle.num_values} values")
+        at = f"position {positions[-1]} of {rectangle.num_values} values"
+        raise ValueError(f"a change of tensor {rectangle.name} is at {at}, which does not exist")
     whole[rectangle.positions_in_whole(positions)] = changes.values
 
 

@@ -67,13 +67,15 @@ class ModelFile:
                 for name, one in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{path} has no safetensors header: {error!r}") from error
+            raise Damaged(
+                f"{path} has no safetensors header, so it is damaged or another kind of file: {error!r}"
+            ) from error
 
     def get_values(self, rectangle: Rectangle) -> np.ndarray:
         """Return the values of the rectangle's tensor, flat, as a view. Raises Damaged."""
         place = self.places.get(rectangle.name)
         if place is None or (place.dtype, place.shape) != (rectangle.dtype, rectangle.whole_shape):
-            raise Damaged(f"tensor {rectangle.name} of the copy is {place}, the published one is {rectangle}")
+            raise Damaged(f"tensor {rectangle.name} is {place} in the copy, and {rectangle} as published")
         return self._bytes[place.begin : place.end].view(rectangle.word)
 
     def apply(self, folder: Path, chain: Sequence[VersionIndex]) -> None:

@@ -68,7 +68,7 @@ class StoredRectangle:
             raise Damaged(f"stored values do not fit tensor {self.rectangle.name}: {error}") from error
         if digest(view) != self.xxh3:
             part = f"tensor {self.rectangle.name} (part at {list(self.rectangle.offset)})"
-            raise Damaged(f"{part} differs from the published one (checksum)")
+            raise Damaged(f"{part} differs from the published one: its checksum is another")
 
 
 def compare(rectangle: Rectangle, before: np.ndarray | None, after: np.ndarray) -> StoredRectangle:
@@ -154,7 +154,9 @@ def _load_metadata(
         described = json.loads(header.pop("__metadata__")["version"])
         if (described["format"], described["rank"]) != (FORMAT, rank):
             came = f"rank {described['rank']} in format {described['format']}"
-            raise Damaged(f"{path} is of {came}, expected rank {rank} in format {FORMAT}")
+            raise Damaged(
+                f"{path} is the file of {came}, but the one of rank {rank} in format {FORMAT} belongs there"
+            )
         return begin, header, [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path} is not a file of published weights: {error!r}") from error
@@ -165,9 +167,11 @@ def _load_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
         begin = 8 + int.from_bytes(reader.read(0, 8), "little")
         header = json.loads(reader.read(8, begin))
     except ValueError as error:
-        raise Damaged(f"{reader.path} has no safetensors header: {error}") from error
+        raise Damaged(
+            f"{reader.path} has no safetensors header, so it is damaged or another kind of file: {error}"
+        ) from error
     if not isinstance(header, dict):
-        raise Damaged(f"{reader.path} has no safetensors header")
+        raise Damaged(f"{reader.path} has no safetensors header, so it is damaged or another kind of file")
     return begin, header
 
 
@@ -180,7 +184,7 @@ def _parse_rectangle(record: dict[str, Any]) -> Rectangle:
     if min(rectangle.offset, default=0) < 0 or any(
         end > size for end, size in zip(ends, rectangle.whole_shape, strict=True)
     ):
-        raise ValueError(f"{rectangle.name}: a rectangle outside of the tensor")
+        raise ValueError(f"the part of tensor {rectangle.name} in the file exceeds the tensor: {rectangle}")
     return rectangle
 
 
@@ -189,7 +193,7 @@ def _find_gap_type(reader: CheckedReader, entry: dict[str, Any] | None) -> np.dt
     for kind in GAP_TYPES:
         if GAP_NAMES[kind.itemsize] == stored:
             return kind
-    raise Damaged(f"{reader.path} has positions of the unknown type {stored}")
+    raise Damaged(f"{reader.path} is damaged: its positions of changed values have the unknown type {stored}")
 
 
 def _load_array(

@@ -1,7 +1,10 @@
 """Trial directories written by hand, as the processes of a trial leave them."""
 
+import functools
 import json
 import os
+import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.core import checked_file
 from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.render import lint
 
 T0 = 1_790_000_000.0  # when the first job of a fake trial was submitted
 
@@ -114,6 +118,21 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
     """What is written survives a process at once, and a machine is not lost here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+# what differs between equal scripts of two tests: the test's folder, the trial's number, a checksum in a comment
+OF_A_TEST = re.compile(
+    rf"{re.escape(tempfile.gettempdir())}/pytest-of-[\w./-]*|(?<=[: ])([0-9a-f]{{64}}|[0-9a-f]{{8}})\b"
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def equal_scripts_are_checked_once() -> Iterator[None]:
+    """Shellcheck would take most of the time of a command that submits."""
+    check = functools.cache(lint.check_shell)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lint, "check_shell", lambda text: check(OF_A_TEST.sub("0", text)))
         yield
 
 

@@ -21,17 +21,20 @@ def list_hints(cls: type) -> dict[str, Any]:
     return {field.name: known[field.name] for field in dataclasses.fields(cls)}
 
 
+@cache
 def list_alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union; for a plain type, the type itself."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
+@cache
 def strip_limits(kind: Any) -> Any:
     """Return a type without its limits."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
+@cache
 def list_limits(hint: Any) -> tuple[Any, ...]:
     """Return the limits of a type, or of the members of a union."""
     annotated = (kind for kind in list_alternatives(hint) if typing.get_origin(kind) is typing.Annotated)
@@ -41,6 +44,7 @@ def list_limits(hint: Any) -> tuple[Any, ...]:
 FREE_KEY = "NAME"
 
 
+@cache
 def find_section(hint: Any) -> type | None:
     """Return the dataclass of a section, optional or not, or of a mapping's members; None for an option."""
     for kind in typing.get_args(hint) if typing.get_origin(hint) is dict else list_alternatives(hint):
@@ -49,11 +53,13 @@ def find_section(hint: Any) -> type | None:
     return None
 
 
+@cache
 def is_mapping(hint: Any) -> bool:
     """Return whether a type is a mapping of sections."""
     return typing.get_origin(hint) is dict and find_section(hint) is not None
 
 
+@cache
 def is_optional(hint: Any) -> bool:
     """Return whether null is allowed."""
     return types.NoneType in list_alternatives(hint)
@@ -171,6 +177,7 @@ def _list_mappings(cls: type) -> tuple[str, ...]:
     return tuple(name for name, hint in list_options(cls).items() if is_mapping(hint))
 
 
+@cache
 def make_generic(cls: type, name: str) -> str:
     """Replace the key of a member by NAME: `pools.student.path` becomes `pools.NAME.path`."""
     for mapping in _list_mappings(cls):

@@ -255,7 +255,7 @@ def check_chat_templates(config: Config, explicit: Collection[str]) -> Iterator[
                 option=option if own else name,
                 value=folder,
                 kind=Kind.FILE,
-                why=f"has no chat template, but it is asked by chat: {add}",
+                why=f"has no chat template, but this pool is asked with chat messages: {add}",
                 related=() if own else (option,),
             )
 

@@ -143,7 +143,7 @@ def _measure_seconds(works: Sequence[dist.Work | None], device: torch.device) ->
         return time.perf_counter() - start
     while not all(work.is_completed() for work in pending):  # NCCL's `wait` does not wait
         if time.perf_counter() - start > LIMIT_S:
-            raise RuntimeError(f"not within {LIMIT_S:g} s")
+            raise RuntimeError(f"the ranks did not finish a collective operation within {LIMIT_S:g} s")
     for work in pending:
         work.wait()
     torch.cuda.synchronize(device)

@@ -52,12 +52,14 @@ def token_logprobs(
     gets the gradient of its head_VH and the whole gradient of hidden_NH. Collective, forwards and backwards.
     """
     if group is not None and entropy_clamp:
-        raise ValueError("a clamped entropy needs the whole vocabulary")
+        raise ValueError(
+            "entropy_clamp needs the whole vocabulary on each rank: use it without tensor parallelism"
+        )
     num_left_out = int(len(head_VH) * entropy_clamp) if needs_entropy else 0
     if tile is None:
         tile = choose_tile(len(head_VH), hidden_NH.device.type, bool(num_left_out))
     if num_left_out and tile.columns < len(head_VH):
-        raise ValueError("a clamped entropy needs tiles of all columns")
+        raise ValueError("entropy_clamp needs tiles with all columns of the vocabulary")
     return _TokenLogprobs.apply(
         hidden_NH, head_VH, targets_N, temperature, tile, group, num_left_out, needs_entropy
     )

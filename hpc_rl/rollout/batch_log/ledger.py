@@ -215,7 +215,7 @@ def load_group(fd: int, place: RecordPlace) -> bytes:
     except OSError as error:
         raise LedgerDamaged(f"{where}: {error}") from error
     if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
-        raise LedgerDamaged(f"{where}: the record is damaged")
+        raise LedgerDamaged(f"{where}: the record of a group is damaged")
     if payload[0] not in (GROUP, OUTSIDE):
         raise LedgerDamaged(f"{where}: no group")
     return payload[_measure_head(payload) :]
@@ -368,7 +368,7 @@ class Ledger:
         """Raise LedgerDamaged if one of these segments was deleted, as by a later owner of the ledger."""
         gone = [number for number in sorted(numbers) if not get_segment_path(self.folder, number).exists()]
         if gone:
-            raise LedgerDamaged(f"ledger segments {gone} were deleted by another incarnation")
+            raise LedgerDamaged(f"ledger segments {gone} were deleted by a later start of the rollout role")
 
     def drop_segment(self, number: int) -> None:
         """Delete a segment that is not needed."""

@@ -116,7 +116,9 @@ class Batches:
         """Return the batch's bytes, unchanged since it was sealed. Raises LedgerDamaged."""
         body = encode_batch(seal.step, [self.ledger.fetch_group(place) for place in seal.places.values()])
         if xxhash.xxh3_64_hexdigest(body) != seal.checksum:
-            raise LedgerDamaged(f"batch {seal.step} differs from its seal")
+            raise LedgerDamaged(
+                f"batch {seal.step} is not the one that was recorded: its checksum is another"
+            )
         return body
 
     def drop_trimmed(self, step: int) -> None:

@@ -485,7 +485,11 @@ def test_models_that_are_asked_by_chat_need_a_template(tmp_path):
 
     def without() -> list[str]:
         found = collect_refusals(base=base, files=True)
-        return [line.split()[0] for line in found if "has no chat template, but it is asked by chat" in line]
+        return [
+            line.split()[0]
+            for line in found
+            if "has no chat template, but this pool is asked with chat messages" in line
+        ]
 
     assert without() == ["actor.path", "pools.student.path", "pools.judge.path"]
     (tmp_path / "teacher" / "chat_template.jinja").touch()

@@ -26,6 +26,8 @@ from hpc_rl.render.jinja_environment import LINE_BREAK
 from hpc_rl.render.lint import check_bash, check_directives
 from hpc_rl.render.scripts import choose_script_name, render
 
+pytestmark = pytest.mark.processes
+
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=8"]
 BASE += ["model.path=/m", "cluster.n_gpus_per_node=0", "recover.mode=auto"]
 # What can't be judged by a text alone: the path of what is run, and directories that must exist.

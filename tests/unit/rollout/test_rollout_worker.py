@@ -34,6 +34,8 @@ from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
 
+pytestmark = pytest.mark.processes
+
 
 class Tokenizer:
     eos_token_ids = (99, 7)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from job_scripts import JobRun
 
+pytestmark = pytest.mark.processes
+
 SIGNALS = (SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGINT)
 TOLD = {SIGTERM, SIGINT}  # that end a job for good
 SINGLES = [(one,) for one in SIGNALS]

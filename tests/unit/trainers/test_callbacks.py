@@ -58,7 +58,7 @@ def module(tmp_path, monkeypatch):
         ("calls:Wants", "without arguments: TypeError"),
         ("calls:Empty", "has none of the methods on_step, on_evaluation, on_checkpoint, on_end"),
         ("calls:Later", "async def on_step"),
-        ("calls:Bare", r"must accept the call on_step\(event\)"),
+        ("calls:Bare", r"has a method on_step that can't be called with one event"),
         ("calls:Broken", r"NameError: name 'nothing' is not defined \(calls.py:\d+, in __init__\)"),
     ],
 )
