@@ -21,20 +21,17 @@ def list_hints(cls: type) -> dict[str, Any]:
     return {field.name: known[field.name] for field in dataclasses.fields(cls)}
 
 
-@cache
 def list_alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union; for a plain type, the type itself."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 
-@cache
 def strip_limits(kind: Any) -> Any:
     """Return a type without its limits."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
-@cache
 def list_limits(hint: Any) -> tuple[Any, ...]:
     """Return the limits of a type, or of the members of a union."""
     annotated = (kind for kind in list_alternatives(hint) if typing.get_origin(kind) is typing.Annotated)
