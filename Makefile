@@ -13,11 +13,11 @@ BIN := $(VENV)/bin
 # The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
 TORCH ?= torch==2.13.0
 # processes that run tests; those with a Slurm share two of them, those with a SGLang or a vLLM one (tests/conftest.py)
-WORKERS ?= 3
+WORKERS ?= 2
 # the same, of tests that mostly wait: for Slurm, for servers, for processes of a trial
 WAITING_WORKERS ?= 4
-# unit tests that start many processes
-PROCESSES := $(shell grep -lr --include=*.py "mark.processes" tests/unit)
+# unit tests that start many processes or wait for time limits
+WAITING_UNIT_TESTS := $(shell grep -lr --include=*.py "mark.waits" tests/unit)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
@@ -51,7 +51,7 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@# mypy has one core while pytest starts
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) -m "not soak and not processes" tests/unit tests/golden; tests=$$?; \
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) -m "not soak and not waits" tests/unit tests/golden; tests=$$?; \
 	wait $$types && exit $$tests
 
 test: check
@@ -62,7 +62,7 @@ test: check
 	tests/mpi/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
 		tests/slurm tests/sglang tests/vllm tests/atropos tests/mpi tests/integration tests/faults tests/rows tests/gpu \
-		$(PROCESSES) -m "not soak" --durations 40
+		$(WAITING_UNIT_TESTS) -m "not soak" --durations 40
 
 gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"

@@ -19,6 +19,8 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.tools import run_environment
 from hpc_rl.tools.run_environment import load_environment, main
 
+pytestmark = pytest.mark.waits
+
 
 class Echo(Environment):
     """The model's reply is its score; the second of each group gets a second turn."""

@@ -21,6 +21,8 @@ from hpc_rl.roles import environment_role
 from hpc_rl.tools import run_environment
 from tests.unit.atropos.test_environment import Echo, world
 
+pytestmark = pytest.mark.waits
+
 __all__ = ["world"]
 
 

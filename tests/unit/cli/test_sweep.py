@@ -14,7 +14,7 @@ from hpc_rl.doctor import machine
 from hpc_rl.schedulers.base import State
 from hpc_rl.status.submitted_jobs import load_jobs
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("state_home")]
+pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("state_home")]
 
 SINFO = "batch*|up|1-00:00:00|1-infinite|n1|64|512000|(null)|(null)|1"
 SBATCH = """#!/bin/bash

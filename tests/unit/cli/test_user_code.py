@@ -16,7 +16,7 @@ from hpc_rl.stats import median_rule
 from hpc_rl.trials import trial_index, user_code
 from hpc_rl.trials.user_code import fingerprint_judges
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("state_home", "scheduler")]
+pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("state_home", "scheduler")]
 
 CODE = """
 import os, sys, time

@@ -15,6 +15,8 @@ from patience import extend, wait_until
 
 from hpc_rl.core.proc import TiedProcess
 
+pytestmark = pytest.mark.waits
+
 LOWERED = """
 import json, resource
 from hpc_rl.core.resource_limits import raise_limits

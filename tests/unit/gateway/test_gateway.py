@@ -13,6 +13,8 @@ from hpc_rl.gateway.gateway import GatewaySettings
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 
+pytestmark = pytest.mark.waits
+
 PROMPT = [4, 13, 5]
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 8}
 NATIVE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}

@@ -26,7 +26,7 @@ from hpc_rl.render.jinja_environment import LINE_BREAK
 from hpc_rl.render.lint import check_bash, check_directives
 from hpc_rl.render.scripts import choose_script_name, render
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=8"]
 BASE += ["model.path=/m", "cluster.n_gpus_per_node=0", "recover.mode=auto"]

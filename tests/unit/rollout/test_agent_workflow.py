@@ -18,7 +18,7 @@ from hpc_rl.rollout.agent.episode import Episode, EpisodeFailed
 from hpc_rl.rollout.agent.workflow import AgentWorkflow
 from hpc_rl.rollout.rewards import Rejection
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 ROW = {"prompt": "q", "messages": [{"role": "user", "content": "q"}], "answer": "7", "input_ids": [1]}
 TOOL = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

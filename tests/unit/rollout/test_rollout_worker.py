@@ -34,7 +34,7 @@ from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 
 class Tokenizer:

@@ -20,6 +20,8 @@ from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.local import LocalScheduler
 
+pytestmark = pytest.mark.waits
+
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S
 {RUN_JOB_IN_PYTHON}

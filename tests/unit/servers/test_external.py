@@ -20,6 +20,8 @@ from hpc_rl.rollout import pipes
 from hpc_rl.servers import external
 from hpc_rl.servers.external import Endpoint
 
+pytestmark = pytest.mark.waits
+
 CHAT = [{"role": "user", "content": "1+2"}]
 KEY = "sk-very-secret"
 

@@ -20,6 +20,8 @@ from hpc_rl.servers.members import Member, Members
 from hpc_rl.servers.node_backend import NodeBackend
 from hpc_rl.weight_files.model_copy import ModelCopy
 
+pytestmark = pytest.mark.waits
+
 TOKENS = {"control": "c" * 32, "data": "d" * 32}
 FIRST, SECOND = WeightVersion(0, 1), WeightVersion(0, 2)
 

@@ -24,6 +24,8 @@ from hpc_rl.servers.client import (
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.replica import Identity, Replica
 
+pytestmark = pytest.mark.waits
+
 TOKENS = {"control": "c" * 8, "data": "d" * 8}
 
 

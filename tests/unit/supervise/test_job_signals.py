@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from job_scripts import JobRun
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 SIGNALS = (SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGINT)
 TOLD = {SIGTERM, SIGINT}  # that end a job for good

@@ -20,7 +20,7 @@ from hpc_rl.supervise import mpiexec, processes
 from hpc_rl.supervise.mpiexec import MpiexecHandle, MpiexecSteps
 from hpc_rl.supervise.processes import ProcessSteps
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 # Ends its ranks as soon as one has exited, as MPICH and Open MPI do.
 FAKE_MPIEXEC = """#!/bin/bash

@@ -9,6 +9,8 @@ import pytest
 from hpc_rl.core.net import answer_callers, find_unreached
 from hpc_rl.supervise.network_check import Preflight, judge
 
+pytestmark = pytest.mark.waits
+
 HOSTS = ["n1", "n2", "n3", "n4"]
 SAID = {host: {"interface": "ib0", "address": f"10.0.0.{host[1]}"} for host in HOSTS}
 

@@ -20,6 +20,8 @@ from hpc_rl.supervise.replacements import Replacements
 from hpc_rl.supervise.server_array import describe_array, ensure_servers, load_arrays, replace_servers
 from hpc_rl.supervise.server_runner import ServerRunner
 
+pytestmark = pytest.mark.waits
+
 SIZE = {"cpus_per_node": 1, "mem_mb_per_node": 1}
 GROUPS = [Group(name=name, nodes=nodes, **SIZE) for name, nodes in (("trial", [0]), ("servers", [1, 2]))]
 ALLOCATION = "embedded:d2+fsdp:d1"

@@ -15,7 +15,7 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.trials import hub
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.waits
 
 PUSH = "import sys; from pathlib import Path; from hpc_rl.trials import hub; print(hub.push(Path(sys.argv[1]), {!r}, True))"
 CLOSED = "http://127.0.0.1:9"  # nobody listens

@@ -16,6 +16,8 @@ from hpc_rl.servers.weight_group import WeightGroup, pack, reach_store
 from hpc_rl.weights import process_groups
 from hpc_rl.weights.process_groups import ProcessGroups
 
+pytestmark = pytest.mark.waits
+
 BUSY = ("loading",)
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(3))]
 

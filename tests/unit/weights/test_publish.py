@@ -19,6 +19,8 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
 
+pytestmark = pytest.mark.waits
+
 TOKENS = {"control": "c-token", "data": "d-token"}
 
 
