@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # The tests pin PyTorch's CPU build; on a GPU machine: make TORCH='torch>=2.9'
 TORCH ?= torch==2.13.0
 # processes that run tests; those with a Slurm share two of them, those with a SGLang or a vLLM one (tests/conftest.py)
-WORKERS ?= 2
+WORKERS ?= 3
 # the same, of tests that mostly wait: for Slurm, for servers, for processes of a trial
 WAITING_WORKERS ?= 4
 # unit tests that start many processes or wait for time limits
