@@ -61,7 +61,10 @@ def choose_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> tupl
     """
     if recomputed is None:
         if decoupled:
-            raise ValueError("the decoupled loss needs recomputed log-probabilities")
+            raise ValueError(
+                "the decoupled loss (actor.use_decoupled_loss) needs log-probabilities that the trainer "
+                "recomputes: set actor.recompute_logprob true"
+            )
         return inference, inference
     return recomputed, inference if decoupled else recomputed
 

@@ -194,9 +194,9 @@ async def _receive_content(request: web.Request, max_bytes: int) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await receive_body(request, max_bytes)
     except TimeoutError:
-        raise Unreadable(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+        raise Unreadable(f"the body of the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise Unreadable(f"the body can't be read: {error}") from None
+        raise Unreadable(f"the body of the request can't be read: {error}") from None
 
 
 def _parse(content: bytes) -> Any:
@@ -204,7 +204,7 @@ def _parse(content: bytes) -> Any:
     try:
         return parse_json_value(content)
     except ValueError as error:
-        raise MalformedRequest("body", str(error).removeprefix("the body ")) from None
+        raise MalformedRequest("body", str(error).removeprefix("the body of the request ")) from None
 
 
 def _check_fields(body: Any, **kinds: type) -> dict[str, Any]:

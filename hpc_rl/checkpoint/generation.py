@@ -95,11 +95,13 @@ class Manifest:
         """Parse a manifest. Raises ValueError with the reason if this version can't read it."""
         if data.get("schema") != SCHEMA:
             schemas = f"schema {data.get('schema')!r}, this one reads {SCHEMA}"
-            raise ValueError(f"written by another version of hpc-rl ({schemas})")
+            raise ValueError(f"it was written by another version of hpc-rl ({schemas})")
         try:
             return cls(**{**data, "files": [FileRecord(**record) for record in data["files"]]})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"damaged: {MANIFEST_NAME} lacks a field or has another one: {error}") from error
+            raise ValueError(
+                f"it is damaged: {MANIFEST_NAME} lacks a field or has another one: {error}"
+            ) from error
 
 
 def hash_config(config: dict[str, Any]) -> str:
@@ -312,20 +314,20 @@ def seal(data: dict[str, Any]) -> str:
 def _load_manifest(path: Path) -> Manifest:
     """Load the manifest in a file. Raises OSError, and ValueError with the problem."""
     if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
-        raise ValueError("not a regular file")
+        raise ValueError("it is not a regular file")
     raw = path.read_bytes()
     try:
         data = json.loads(raw)
         if not isinstance(data, dict):
-            raise ValueError("damaged: not a JSON object")
+            raise ValueError("it is damaged: its content is not a JSON object")
         data.pop("xxh3", None)
         is_whole = raw == seal(data).encode()
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError("damaged: not JSON") from error
+        raise ValueError("it is damaged: its content is not JSON") from error
     except RecursionError as error:
-        raise ValueError("damaged: its content is nested too deeply") from error
+        raise ValueError("it is damaged: its content is nested too deeply") from error
     if not is_whole:
-        raise ValueError("damaged: its content does not match its checksum")
+        raise ValueError("it is damaged: its content does not match its checksum")
     return Manifest.from_json(data)
 
 

@@ -57,7 +57,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     """
     found = parse_json_value(body)
     if not isinstance(found, dict):
-        raise ValueError(f"the body must be a JSON object, not {type(found).__name__}")
+        raise ValueError(f"the body of the request must be a JSON object, not {type(found).__name__}")
     return found
 
 
@@ -67,13 +67,13 @@ def parse_json_value(body: bytes) -> Any:
     Raises ValueError for invalid JSON, deep nesting, and half a surrogate pair.
     """
     if _is_too_deep(body):
-        raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
+        raise ValueError(f"the body of the request is nested deeper than {MAX_DEPTH} levels")
     try:
         found = json.loads(body.decode("utf-8-sig"))  # of bytes it would read UTF-16, too
         if b"\\u" in body:
             json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
-        raise ValueError(f"the body is not valid JSON: {error}") from error
+        raise ValueError(f"the body of the request is not valid JSON: {error}") from error
     return found
 
 

@@ -173,7 +173,7 @@ class CheckedReader:
         if self.expected is not None:
             digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
             if digest != _hash_file(view):
-                raise Damaged(f"{what} are not what was written (they differ from the checksum)")
+                raise Damaged(f"{what} differ from what was written: their checksum is another")
         return view
 
     def _load_block(self, index: int, view: memoryview, size: int, start: int) -> None:

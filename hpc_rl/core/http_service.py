@@ -124,7 +124,7 @@ class HttpService:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
         except OSError as error:
-            logger.info("a client closed its connection at once: %s", error)
+            logger.info("a client closed its connection before it sent a request (harmless): %s", error)
         finally:
             del self._connecting[connection]
 
@@ -185,7 +185,9 @@ async def receive_body(request: web.Request, max_bytes: int) -> bytes:
         return body
     if encoding not in WINDOW_BITS:
         known = " or ".join(WINDOW_BITS)
-        raise web.HTTPUnsupportedMediaType(text=f"the body must be compressed with {known}, or not at all")
+        raise web.HTTPUnsupportedMediaType(
+            text=f"the body of the request must be compressed with {known}, or not at all"
+        )
     return await asyncio.to_thread(_decompress, body, WINDOW_BITS[encoding], max_bytes)
 
 

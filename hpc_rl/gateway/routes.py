@@ -121,7 +121,9 @@ async def _load_body(request: web.Request) -> dict[str, Any]:
     try:
         return parse_json_object(await receive_body(request, MAX_BODY_BYTES))
     except web.HTTPRequestEntityTooLarge:
-        raise FieldRefused("body", f"the body has more than {MAX_BODY_BYTES >> 20} MiB") from None
+        raise FieldRefused(
+            "body", f"the body of the request has more than {MAX_BODY_BYTES >> 20} MiB"
+        ) from None
     except ValueError as error:
         raise FieldRefused("body", str(error)) from error
 

@@ -109,7 +109,9 @@ class NameResolve:
         while (record := _load(path)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"no process published {key!r} within {timeout_s:g} s")
+                raise TimeoutError(
+                    f"no process has written {key!r} to the name-resolve directory within {timeout_s:g} s"
+                )
             # many readers must not ask the file server in step
             time.sleep(min(pause_s * random.uniform(0.8, 1.2), left_s))
             pause_s = min(2 * pause_s, LAST_POLL_S)
@@ -292,7 +294,7 @@ class Lease:
             reason = (
                 f"another process has taken it over, or it was released (start {self.epoch} of {highest})"
             )
-            raise Stale(f"this process has lost {self.key!r}: {reason}")
+            raise Stale(f"this process no longer owns {self.key!r} in the name-resolve directory: {reason}")
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
         """Advance the counter, with a new value if given. Raises Stale once a higher epoch exists."""

@@ -153,7 +153,7 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
                 await asyncio.to_thread(lease.renew, record | waits)
         # a shared file system may fail for a while; the ledger's own writes decide whether we live
         except OSError as error:
-            logger.warning("the rollout role can't write its sign of life and tries again: %s", error)
+            logger.warning("the rollout role can't write its heartbeat and tries again: %s", error)
 
 
 async def _wait_for_stop(context: role.Context) -> None:

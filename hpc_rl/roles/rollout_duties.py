@@ -64,7 +64,7 @@ async def _renew(lease: Lease, record: dict[str, Any]) -> None:
             if lease.is_due(record):
                 await asyncio.to_thread(lease.renew, record)
         except OSError as error:  # a shared file system may fail for a while
-            logger.warning("the rollout role can't write its sign of life and tries again: %s", error)
+            logger.warning("the rollout role can't write its heartbeat and tries again: %s", error)
 
 
 async def _wait_for_stop(context: role.Context) -> None:

@@ -69,7 +69,9 @@ class BatchPrefetch:
                     fetch.step, fetch.lineage, self._stopping, version=fetch.step - 2
                 )
             except HpcRlError as error:  # the trainer's own request decides
-                logger.info("batch %d is not fetched early: %s", fetch.step, error)
+                logger.info(
+                    "batch %d can't be fetched ahead of time, so its step fetches it: %s", fetch.step, error
+                )
                 continue
             if body is not None and fetch.is_wanted:
                 fetch.found = FetchedBatch(body, decode(body))

@@ -16,7 +16,7 @@ from hpc_rl.rollout.service import RolloutService
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-AT_LEAST_S = 30.0  # even without a change, as a sign of life
+AT_LEAST_S = 30.0  # even without a change, as a heartbeat
 
 
 def collect_counters(service: RolloutService) -> dict[str, Any]:

@@ -296,7 +296,8 @@ class RolloutService:
         self.sequencer.restore(state)
         self._new_batches_of = lineage
         logger.info(
-            "lineage %d continues after batch %d: %d later batches are set aside, their prompts begin again",
+            "the trainer (lineage %d) continues after batch %d: %d later batches are set aside, and their "
+            "prompts begin again",
             lineage, from_step, len(state.set_aside),
         )  # fmt: skip
 

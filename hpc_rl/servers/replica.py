@@ -183,7 +183,7 @@ class Replica:
                 ) from error
             # a shared file system may fail for a while; readers see the age of the lease
             except OSError as error:
-                logger.warning("the server can't write its sign of life and tries again: %s", error)
+                logger.warning("the server can't write its heartbeat and tries again: %s", error)
 
     def _report_use(self) -> None:
         """Record the busy time if it has grown. An error of the file system is only logged."""

@@ -219,7 +219,11 @@ class Router:
             url, timeout_s = lease.value["url"], self.request_timeout_s
             client = HttpServerClient(self._session, url, self.data_token, timeout_s=timeout_s)
             self._servers[key] = Server(lease, client)
-            logger.info("%s was found; it is %s", keys.describe_server(key), lease.value["state"])
+            logger.info(
+                "the rollout role has found %s, whose state is %s",
+                keys.describe_server(key),
+                lease.value["state"],
+            )
 
     async def _probe(self, server: Server) -> None:
         with contextlib.suppress(HpcRlError):

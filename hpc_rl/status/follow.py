@@ -105,7 +105,7 @@ def _list_facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]
                 f"attempt {attempt.id}: {describe_state(attempt.state, attempt.cause)}",
             )
     if status.supervisor_silence is not None:
-        line = f"the supervisor on {status.supervisor_silence.node} gives no sign of life"
+        line = f"the supervisor on {status.supervisor_silence.node} sends no heartbeat"
         yield ("silent", status.attempts[-1].id, line), line
     for problem in list_problems(status.rollout, status.live is not None) if status.rollout else []:
         yield ("problem", re.sub(r"\d+", "", problem)), f"rollout: {problem}"  # once, not at every count

@@ -1,4 +1,4 @@
-"""Whether the supervisor of a running attempt still shows a sign of life: it renews its lease.
+"""Whether the supervisor of a running attempt still sends heartbeats: it renews its lease.
 
 A reader that stays judges by its own clock whether the counter of the lease moves. A command that looks once
 compares times that one file server gave: of this lease, and of the leases that other processes of the trial

@@ -110,7 +110,7 @@ def format_headline(status: TrialStatus) -> str:
 
 
 def describe_times(status: TrialStatus) -> list[str]:
-    """Return since when the trial has been in its state, until when it can be, and its last sign of life."""
+    """Return since when the trial has been in its state, until when it can be, and its last heartbeat."""
     parts = []
     if status.since and status.state in (TrialState.RUNNING, TrialState.STOPPING):
         parts.append(f"since {format_time(status.since)}")
@@ -121,7 +121,7 @@ def describe_times(status: TrialStatus) -> list[str]:
         if status.eta_s is not None and status.eta_s > left_s > 0:
             parts.append("training continues in a later attempt")
     if status.state is TrialState.UNKNOWN and status.last_sign:
-        parts.append(f"last sign of life {format_time(status.last_sign)}")
+        parts.append(f"last heartbeat {format_time(status.last_sign)}")
     return [format_row("time", "; ".join(parts))] if parts else []
 
 

@@ -75,13 +75,13 @@ class TrialStatus:
 
     @property
     def silent_hosts(self) -> list[str]:
-        """Sentences about the hosts of a live attempt without a sign of life, the supervisor's first."""
+        """Sentences about the hosts of a live attempt without a heartbeat, the supervisor's first."""
         if self.live is None or self.over:
             return []
         lines = [one.text(True) for one in self.live.silences if one.until is None]
         if silence := self.supervisor_silence:
             lasts = format_duration(silence.silent_s)
-            lines.insert(0, f"the supervisor on {silence.node} has given no sign of life for {lasts}")
+            lines.insert(0, f"the supervisor on {silence.node} has sent no heartbeat for {lasts}")
         return lines
 
     @property
@@ -210,7 +210,7 @@ class StatusReader:
         Args:
             job_state: The scheduler's answer for the newest job; None if it was not queried.
             asked_at: When it was queried, Unix seconds; None for just now.
-            patience_s: How long to wait for a sign of life where files look old; 0 for a reader that stays.
+            patience_s: How long to wait for a heartbeat where files look old; 0 for a reader that stays.
         """
         jobs = load_jobs(self.trial)
         lines = load_known_lineages(self.trial)

@@ -176,7 +176,7 @@ class Watch:
             return False
         is_lost = self._job.is_lost()
         what = "is lost" if is_lost else "is still a node of the job"
-        form = "the first node %s %s; its supervisor gave a sign of life %.0f s ago"
+        form = "the first node %s %s; its supervisor sent a heartbeat %.0f s ago"
         logger.info(form, self._job.first_node, what, lease_age_s)
         if not self._suspicion.is_certain(now, is_lost):
             return False
@@ -190,7 +190,7 @@ class Watch:
             self._own.check()
             owner = self._names.list_leases(keys.OWNER).get(keys.OWNER)
         except OSError as error:  # file system away
-            logger.warning("the supervisor's sign of life can't be read and is read again: %s", error)
+            logger.warning("the supervisor's heartbeat can't be read and is read again: %s", error)
         else:
             if owner is not None:
                 self._moved_at = max(self._moved_at, now - owner.age_s)

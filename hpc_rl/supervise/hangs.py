@@ -29,7 +29,7 @@ class _Watched:
     since: float
     mark: Any = None
     doing: str = ""
-    seen: bool = False  # whether it has shown a sign of life
+    seen: bool = False  # whether it has sent a heartbeat
     ttl_s: float = 0.0  # of its lease, which does not move between two heartbeats
 
 
@@ -70,7 +70,7 @@ class HangDetector:
         if key[0] != "server":
             self._away_since = None
             self._excuse(WAITS_FOR_ROLLOUT, now)
-        # an environment is a program without signs of life
+        # an environment is a program without heartbeats
         if key[0] != "environment":
             self._watched[key] = _Watched(now)
 
@@ -124,7 +124,7 @@ class HangDetector:
             self._excuse(NEEDS_SERVERS, now)
 
     def find_unseen(self, now: float) -> list[Key]:
-        """Return the units without a sign of life long after their start."""
+        """Return the units without a heartbeat long after their start."""
         return [key for key, one in self._watched.items() if not one.seen and now - one.since > PLACED_S]
 
     def skip(self, now: float) -> None:

@@ -46,7 +46,7 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
     if before is not None and before.value.get("host") != socket.gethostname():
         host = before.value.get("host")
         logger.warning(
-            "the previous supervisor, on %s, has not signed off; this one waits %g s for its end",
+            "the previous supervisor, on %s, has not recorded its end; this one waits for it for %g s",
             host,
             FENCE_S,
         )
@@ -110,7 +110,8 @@ def _is_moving(names: NameResolve, before: LeaseView) -> bool:
     end = time.monotonic() + LEASE_TTL_S + CHECK_EVERY_S
     host = before.value.get("host")
     logger.warning(
-        "the previous supervisor, on %s, has not signed off; this one tests whether it lives", host
+        "the previous supervisor, on %s, has not recorded its end; this one checks whether it still runs",
+        host,
     )
     last_age_s = before.age_s
     while time.monotonic() < end:

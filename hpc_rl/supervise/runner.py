@@ -166,7 +166,7 @@ class TrialRunner(UnitLoop):
         return bool(self.requests) or self.finish is not None
 
     def observe(self, now: float) -> None:
-        """Check intents, generations, the lease, the clock and signs of life. Raises OSError."""
+        """Check intents, generations, the lease, the clock and heartbeats. Raises OSError."""
         if self._observing.is_due(now):
             self._load_intents()
             self._check_parent()

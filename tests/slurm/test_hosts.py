@@ -310,7 +310,7 @@ def test_status_tells_within_30_s_that_the_first_node_lost_power_while_slurm_wai
         assert took_s <= 30
         assert told["eta_s"] is None and told["steps_per_second"] is None
         said = hpc_rl("status", str(trial.dir), cwd=cluster.dir).stdout
-        assert "the supervisor on n1 has given no sign of life for " in said and "done in about" not in said
+        assert "the supervisor on n1 has sent no heartbeat for " in said and "done in about" not in said
         assert cluster.run("squeue", "--noheader", "--format=%T").split() == ["RUNNING"]
         assert "down" not in cluster.run("sinfo", "--noheader", "--nodes=n1", "--format=%T")
 

@@ -156,7 +156,9 @@ class Model:
         for name, parameter in own.items():
             if tensors[name].shape != parameter.shape:
                 found, own_shape = list(tensors[name].shape), list(parameter.shape)
-                raise ValueError(f"{source}: {name} is {found}, the model has {own_shape}")
+                raise ValueError(
+                    f"{source}: tensor {name} has the shape {found}, and {own_shape} in the model"
+                )
 
     def compute_checksums(self) -> dict[str, str]:
         """Return the xxh3 (64 bits, hex) of each parameter's bytes, by its name in memory."""

@@ -131,7 +131,7 @@ def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
     trial.generation(6).write_text("a file")
     trial.generation(7).symlink_to(trial.generation(7).name)
     problems = {found.step: verify(found).problem for found in scan(trial)}
-    assert problems[3] == "" and problems[4] == "manifest.json: not a regular file"
+    assert problems[3] == "" and problems[4] == "manifest.json: it is not a regular file"
     assert problems[5] == "shard-1.bin is not a regular file"
     assert all(problems.values()) is False and problems[6] and problems[7]
 

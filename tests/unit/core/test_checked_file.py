@@ -55,7 +55,7 @@ def test_every_flipped_bit_is_found_by_whoever_reads_its_block(tmp_path, at):
     (tmp_path / "file").write_bytes(content)
     first = at // 10 * 10
     with CheckedReader(tmp_path / "file", record) as reader:
-        told = rf"^file: bytes {first} to {min(first + 10, 33)} are not what was written"
+        told = rf"^file: bytes {first} to {min(first + 10, 33)} differ from what was written"
         whole = [(0, np.empty(33, np.uint8))]
         for read in (reader.check, lambda: reader.read(at, at + 1), lambda: reader.fill(whole)):
             with pytest.raises(Damaged, match=told):

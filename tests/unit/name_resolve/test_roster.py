@@ -207,7 +207,7 @@ def test_the_roster_of_a_supervisor_that_lost_the_trial_is_ignored(trial):
     trial.file.write_bytes(outdated)
     assert trial.read() == {lease.key: "serving"}
     trial.clock.now += STUCK_S + 1
-    assert trial.reader.list_leases() and trial.reader_names.take_loaded(), "it is no sign of life"
+    assert trial.reader.list_leases() and trial.reader_names.take_loaded(), "it is no heartbeat"
 
 
 def test_terms_may_begin_anew_after_a_while(trial):

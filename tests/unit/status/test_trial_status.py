@@ -497,7 +497,7 @@ def test_silent_hosts_come_first_and_no_rate_is_told(fake_trial):
     assert (told.state, told.rate, told.eta_s) == ("running", None, None)
     headline, first, second, *others = "\n".join(describe_status(told)).splitlines()
     assert headline.endswith("step 36 of 100 (36 %)")
-    assert "the supervisor on n1 has given no sign of life for 40 s" in first
+    assert "the supervisor on n1 has sent no heartbeat for 40 s" in first
     assert "n3 has not answered since" in second
     assert not any("n3" in line for line in others)
     assert told.to_json()["silent_hosts"] == [first.strip(), second.strip()]

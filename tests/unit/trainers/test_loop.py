@@ -433,9 +433,7 @@ def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, mon
     code, recipe = starter(10)
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
-    words = (
-        "CHECKPOINT SET ASIDE: gen-00000006 can't be used (state.json: bytes 0 to 2 are not what was written"
-    )
+    words = "CHECKPOINT SET ASIDE: gen-00000006 can't be used (state.json: bytes 0 to 2 differ from what was written"
     assert words in caplog.text
     aside = sorted(path.name[:12] for path in (starter.trial.recover / "set-aside").iterdir())
     assert aside == ["gen-00000003", "gen-00000006"]
