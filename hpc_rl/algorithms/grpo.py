@@ -36,7 +36,7 @@ def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
     Raises ValueError for a `c_clip` of 1 or less.
     """
     if options.c_clip is not None and options.c_clip <= 1:
-        raise ValueError(f"c_clip must be above 1, got {options.c_clip}")
+        raise ValueError(f"actor.c_clip must be above 1, got {options.c_clip}")
     # masked before exp: no overflow at tokens that don't count
     ratio_T = tokens.mask_tokens(tokens.logprobs_T - tokens.prox_T).exp()
     return clip_ratio(ratio_T, tokens.credit_T, tokens, options)

@@ -84,7 +84,7 @@ def _sum_rows(row_B: torch.Tensor, level: Level, group_B: torch.Tensor) -> torch
     if level == "batch":
         return row_B.sum().expand(len(row_B))
     if level != "group":
-        raise ValueError(f"a normalization level is batch, group or None, got {level!r}")
+        raise ValueError(f"a normalization level must be batch, group or None, got {level!r}")
     member_B = group_B != NO_GROUP
     num_groups = int(group_B.max()) + 1 if len(group_B) else 0
     group_B0 = group_B.clamp(min=0)

@@ -163,7 +163,7 @@ def format_value(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_convert)
     except (TypeError, ValueError) as error:
-        why = f"is a {type(value).__name__}, which no option takes: {error}"
+        why = f"can't take this {type(value).__name__}: {error}"
         raise ConfigError(Refusal(option=name, kind=Kind.VALUE, why=why)) from error
 
 
@@ -174,4 +174,4 @@ def _convert(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     kinds = "text, numbers, true and false, None, paths, lists and dicts"
-    raise TypeError(f"{value!r} inside of it is a {type(value).__name__}; allowed are {kinds}")
+    raise TypeError(f"{value!r} is a {type(value).__name__}; allowed are {kinds}")

@@ -186,7 +186,7 @@ def _make_points(points: Points) -> list[sweep_points.Point]:
     if isinstance(points, Mapping):
         for key, values in points.items():
             if isinstance(values, str) or not isinstance(values, Iterable):
-                raise ConfigError(f"{key} needs a list of values in a sweep, and it is {values!r}.")
+                raise ConfigError(f"{key} needs a list of values in a sweep, got {values!r}.")
         return sweep_points.make_grid(
             {key: [_format(key, value) for value in values] for key, values in points.items()}
         )

@@ -139,7 +139,7 @@ class Trial:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not (status := watch.poll()).over:
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"trial {self._trial} is {status.state} after {timeout_s:g} s")
+                raise TimeoutError(f"trial {self._trial} is still {status.state} after {timeout_s:g} s")
             time.sleep(POLL_S)
         return status.state
 

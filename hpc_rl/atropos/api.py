@@ -133,7 +133,7 @@ class AtroposApi:
         environment = self.registry.register(asked, self.outside.own_group_size, time.monotonic())
         await self._keep(environment)
         logger.info(
-            "environment %d has registered as %s and sends groups of %d",
+            "environment %d has registered as %s and sends groups of %d sequences",
             environment.env_id,
             environment.name,
             environment.group_size,
@@ -228,11 +228,16 @@ class AtroposApi:
         size = len(body["tokens"])
         try:
             if known is None and env_id != UNREGISTERED:
-                raise GroupRejected(f"env_id {env_id} is not registered here")
+                raise GroupRejected(f"env_id {env_id} is not registered in this trial")
             if known is not None and size > known.group_size:
-                raise GroupRejected(f"it has {size} sequences; its environment registered {known.group_size}")
+                raise GroupRejected(
+                    f"the group has {size} sequences, and its environment registered group_size "
+                    f"{known.group_size}"
+                )
             if size > self.outside.batch_size:
-                raise GroupRejected(f"it has {size} sequences; a batch has {self.outside.batch_size}")
+                raise GroupRejected(
+                    f"the group has {size} sequences, more than a batch ({self.outside.batch_size})"
+                )
             trial = self._trial
             given = (body, self._lookup, self.outside.moment, trial.limits, trial.temperature)
             is_large = sum(map(len, body["tokens"])) > LARGE_TOKENS

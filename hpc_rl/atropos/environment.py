@@ -83,7 +83,8 @@ class Environment:
             if room < MIN_ROOM_TOKENS:
                 limit = f"max_token_length {self.config.max_token_length}"
                 raise NoRoom(
-                    f"the conversation has {len(input_ids)} tokens, which leaves no room below {limit}"
+                    f"the conversation has {len(input_ids)} tokens, which leaves no room for a reply within "
+                    f"{limit}"
                 )
             given = self.eval_sampling if evaluate else self._training_sampling
             stops = [*given.get("stop_token_ids", ()), *self.tokenizer.eos_token_ids]
@@ -141,7 +142,7 @@ class Environment:
         for raised in map(Raised.from_error, failures):
             by_place.setdefault(raised.place, []).append(raised)
         for same in by_place.values():
-            form = "%d of %d evaluation episodes failed: %s\n%s"
+            form = "%d of %d evaluation episodes failed and are left out of the score: %s\n%s"
             logger.warning(form, len(same), len(outcomes), same[0].text, same[0].trace)
         if failures and not scores:
             raise failures[0]

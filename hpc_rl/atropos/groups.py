@@ -37,7 +37,7 @@ class ScoredGroup:
         for name in ("masks", "scores", "inference_logprobs", "advantages", "ref_logprobs", "overrides"):
             values = getattr(self, name)
             if values and len(values) != num:
-                raise ValueError(f"{name} has {len(values)} entries, tokens has {num}")
+                raise ValueError(f"{name} has {len(values)} entries, but tokens has {num}")
         for name in ("masks", "inference_logprobs", "advantages", "ref_logprobs"):
             for number, (ids, values) in enumerate(zip(self.tokens, getattr(self, name) or (), strict=False)):
                 if len(values) != len(ids):

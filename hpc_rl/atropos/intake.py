@@ -53,7 +53,7 @@ class GroupRejected(ValueError):
 def check_shape(body: Any) -> dict[str, Any]:
     """Return a scored group without its absent fields. Raises MalformedRequest."""
     if not isinstance(body, dict):
-        raise MalformedRequest("body", f"a group is an object, got {type(body).__name__}")
+        raise MalformedRequest("body", f"a group must be an object, got {type(body).__name__}")
     for name in ("tokens", "masks", "scores"):
         if name not in body:
             raise MalformedRequest(name, "field required")
@@ -114,7 +114,7 @@ def make_group(
         raise GroupRejected("the group has no sequence")
     for name in ("masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "overrides"):
         if name in body and len(body[name]) != num:
-            raise GroupRejected(f"{name} has {len(body[name])} entries, tokens has {num}")
+            raise GroupRejected(f"{name} has {len(body[name])} entries, but tokens has {num}")
     return TrajectoryGroup(
         -1, [_make_trajectory(body, i, lookup, moment, limits, temperature) for i in range(num)]
     )
@@ -197,7 +197,7 @@ def _find_temperatures(
     )
     if not isinstance(temperature, int | float) or not 0 <= temperature <= LARGEST_NUMBER:
         raise GroupRejected(
-            f"the temperature of sequence {i} must be a number from 0 on, got {temperature!r:.80}"
+            f"the temperature of sequence {i} must be a number of at least 0, got {temperature!r:.80}"
         )
     temperatures = np.where(np.isnan(known), np.float32(temperature), known)
     temperatures[~mask] = np.float32(default)
@@ -217,10 +217,12 @@ def _make_array(values: Sequence[Any], place: str, dtype: Any, length: int | Non
     except (OverflowError, ValueError):
         kind = f"numbers of type {np.dtype(dtype).name}"
         raise GroupRejected(
-            f"{place} must be {kind}, and it has a value that is none, or too large"
+            f"{place} must have only {kind}, but one value is not a number or is too large"
         ) from None
     if dtype == np.float32 and not (np.abs(array) <= LARGEST_NUMBER).all():
-        raise GroupRejected(f"{place} has a number that is not finite, or above {LARGEST_NUMBER:g}")
+        raise GroupRejected(
+            f"{place} has a number outside of -{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}, or NaN"
+        )
     return array
 
 

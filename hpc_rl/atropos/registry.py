@@ -104,11 +104,11 @@ class Registry:
         if never := self._find_unbatchable_sizes(alive, shares, own_group_size):
             kept = sum(shares.values())
             raise ValueError(
-                f"group_size is {environment.group_size}: min_batch_allocation of environments keeps {kept} "
-                f"of the {self.batch_size} sequences of a batch, and groups of "
-                f"{' and '.join(map(str, sizes))} never fill the other {self.batch_size - kept} with a group "
-                f"of {never[0]} among them; choose a group_size that divides {self.batch_size - kept}, or "
-                "another min_batch_allocation"
+                f"group_size {environment.group_size} does not fit: min_batch_allocation of environments "
+                f"reserves {kept} of the {self.batch_size} sequences of a batch, and no groups of "
+                f"{' and '.join(map(str, sizes))} fill the other {self.batch_size - kept} exactly if one of "
+                f"them has {never[0]}; choose a group_size that divides {self.batch_size - kept}, or another "
+                "min_batch_allocation"
             )
         of_this_name = [
             other for other in self.environments.values() if other.desired_name == environment.desired_name

@@ -87,7 +87,7 @@ def make_routes(api: AtroposApi) -> list[web.RouteDef]:
         return api.get_queue_view(_check_fields(await _load_body(request), env_id=int)["env_id"])
 
     async def reset_data(_request: web.Request) -> dict[str, Any]:
-        raise web.HTTPForbidden(text="a trial's groups are not discarded by its environments")
+        raise web.HTTPForbidden(text="an environment can't discard the groups of a trial")
 
     return [
         web.get("/", _answer_errors(root)),
@@ -171,7 +171,10 @@ def _answer_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Re
         except ValueError as error:
             content, status = {"detail": str(error)}, 422
         except (QueueFull, Refused) as error:
-            content, status = {"detail": str(error) or "the queue is full; send it again later"}, 503
+            content, status = (
+                {"detail": str(error) or "the queue of groups is full; send the group again later"},
+                503,
+            )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
         response = web.Response(
             body=json.dumps(content).encode(), status=status, content_type="application/json", headers=headers

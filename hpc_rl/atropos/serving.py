@@ -105,7 +105,8 @@ class Serving:
         except (Exception, BaseExceptionGroup) as error:
             self.evaluations_failed += 1
             raised = Raised.from_error(error)
-            logger.warning("the evaluation at step %d failed: %s\n%s", self._step, raised.text, raised.trace)
+            form = "the evaluation at step %d failed; the environment continues: %s\n%s"
+            logger.warning(form, self._step, raised.text, raised.trace)
 
     def _get_max_workers(self) -> int:
         own = self.config.max_num_workers

@@ -54,7 +54,9 @@ class Workers:
         self._collect_finished()
         for task, (item, begun) in list(self._running.items()):
             if time.monotonic() - begun > self.environment.config.worker_timeout:
-                logger.warning("a task took longer than env.worker_timeout, so it is dropped: %.200r", item)
+                logger.warning(
+                    "an episode took longer than env.worker_timeout, so it is dropped; its item: %.200r", item
+                )
                 self.counts["timeout"] += 1
                 await self._cancel(task)
         while len(self._running) < limit:
@@ -107,7 +109,7 @@ class Workers:
         causes = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
         if all(isinstance(cause, NoRoom) for cause in causes):
             self.counts["too_long"] += 1
-            logger.warning("a task is dropped, because %s: %.200r", causes[0], item)
+            logger.warning("an episode is dropped, because %s; its item: %.200r", causes[0], item)
             return
         for cause in causes:
             if isinstance(cause, ConfigError | NotImplementedError):
@@ -117,10 +119,12 @@ class Workers:
         raised = Raised.from_error(causes[0])
         trace = "" if raised.place in self._logged else f"\n{raised.trace}"
         self._logged.add(raised.place)
-        logger.warning("a task is dropped, because it raised %s: %.200r%s", raised.text, item, trace)
+        logger.warning(
+            "an episode is dropped, because it raised %s; its item: %.200r%s", raised.text, item, trace
+        )
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             raise RequestRefused(
-                f"{self._failures} tasks in a row failed, the last with {raised.text}; the environment stops"
+                f"{self._failures} episodes in a row failed, the last with {raised.text}; the environment stops"
             )
 
     def _is_wanted(self, group: ScoredGroup) -> bool:

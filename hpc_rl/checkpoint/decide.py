@@ -155,7 +155,7 @@ def _decide_first_start(situation: Situation) -> Decision:
             )
             return Decision("refuse", reason, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
-    when = "resume" if mode == "resume" else f"first start, mode {mode}"
+    when = "resume" if mode == "resume" else f"first start, recover.mode {mode}"
     return _decide_newest(situation, situation.generations, when, must_load=mode == "resume")
 
 
@@ -185,7 +185,7 @@ def _decide_later_start(situation: Situation) -> Decision:
     if situation.mode == "disabled":
         return _end(f"{ended}; recover.mode disabled does not {'continue' if continues else 'start again'}")
     if situation.mode == "resume" and not continues:
-        return _end(f"{ended}; recover.mode resume does not resume a failure twice")
+        return _end(f"{ended}; recover.mode resume does not start again after a failure")
     eligible = situation.generations
     if situation.mode == "fault":
         eligible = tuple(one for one in eligible if one.submission in situation.ancestry)
@@ -197,7 +197,7 @@ def _explain_trimmed(situation: Situation, step: int) -> str:
     if step >= situation.trimmed:
         return ""
     batches = f"batches {step + 1} to {situation.trimmed}"
-    return f"{batches} were trimmed from the batch log, so cannot resume from step {step}"
+    return f"{batches} were trimmed from the batch log, so step {step} can't be resumed"
 
 
 def _decide_newest(
@@ -211,9 +211,8 @@ def _decide_newest(
         if one not in usable and (newest is None or one.step > newest.step)
     ]
     if len(eligible) < len(situation.generations):
-        passed_over.append(
-            f"{len(situation.generations) - len(eligible)} of other submissions do not count in mode fault"
-        )
+        num_others = len(situation.generations) - len(eligible)
+        passed_over.append(f"recover.mode fault ignores {num_others} checkpoint(s) of other submissions")
     notes = f" ({'; '.join(passed_over)})" if passed_over else ""
     if newest is not None:
         reason = f"{when}: loading checkpoint {newest.step}, the newest valid one{notes}"
@@ -223,9 +222,12 @@ def _decide_newest(
         return _refuse_to_resume(problem if when == "resume" else f"{when}: {problem}")
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
-        reason = f"{when}: no valid checkpoint{notes}, but {records} can't be read, and some may be its own"
-        return _refuse_to_resume(f"{reason}; `hpc-rl recover` takes the newest valid one")
+        reason = f"{when}: no valid checkpoint{notes}, but {records} can't be read"
+        use = (
+            "some ignored ones may be of this submission: `hpc-rl recover` takes the newest valid checkpoint"
+        )
+        return _refuse_to_resume(f"{reason}; {use}")
     if trimmed := _explain_trimmed(situation, 0):
         reason = f"{when}: no valid checkpoint{notes}, and {trimmed}; use another trial_name"
         return _refuse_to_resume(reason)
-    return Decision("fresh", f"{when}: there is no valid checkpoint, so from step 0{notes}")
+    return Decision("fresh", f"{when}: there is no valid checkpoint, so training starts at step 0{notes}")

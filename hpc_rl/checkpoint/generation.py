@@ -185,7 +185,7 @@ class Commit:
             if not self.final.exists():
                 raise
             lineage = found.manifest.lineage if found.manifest else "?"
-            problem = found.problem or f"written by lineage {lineage}"
+            problem = found.problem or f"another start of the trainer wrote it (lineage {lineage})"
         move_aside(self.final, problem)
         os.rename(self.folder, self.final)
 
@@ -243,7 +243,7 @@ def check(path: Path) -> Found:
     except (OSError, ValueError) as error:
         return Found(step, path, None, f"{MANIFEST_NAME}: {error}")
     if manifest.step != step:
-        return Found(step, path, None, f"{MANIFEST_NAME} is of step {manifest.step}")
+        return Found(step, path, None, f"its {MANIFEST_NAME} belongs to step {manifest.step}")
     return Found(step, path, manifest, check_sizes(path, manifest.files))
 
 

@@ -38,7 +38,7 @@ def decide_start(
         return decision, []
     if not decision.set_aside:
         return decision, damaged
-    why = f"is later than {decision.step}"
+    why = f"it is later than checkpoint {decision.step}"
     later = [found for found in generation.scan(trial) if found.step in decision.set_aside]
     return decision, [replace(found, problem=found.problem or why) for found in later]
 

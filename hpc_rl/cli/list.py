@@ -86,7 +86,7 @@ def find_only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
     if not found:
         raise TrialNameError(NO_TRIALS)
     which = "which runs or waits" if rows else "the newest trial"
-    print(f"hpc-rl: this is {found[0]}, {which} ({found[0].dir})", file=sys.stderr)
+    print(f"hpc-rl: no trial is named; this is {found[0]}, {which} ({found[0].dir})", file=sys.stderr)
     trial_index.check_readable(found[0])
     return found[0]
 

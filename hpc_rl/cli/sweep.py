@@ -85,7 +85,8 @@ def make_plan(args: Namespace, command: list[str]) -> SweepPlan:
     points = sweep_points.pair_values(varied) if args.zip else sweep_points.make_grid(varied)
     if args.list:
         if varied:
-            raise ConfigError(f"--list names the trials; give {', '.join(varied)} one value, or no --list.")
+            several = f"can't be combined with several values of {', '.join(varied)}"
+            raise ConfigError(f"--list {several}: give one value, or remove --list.")
         points = sweep_points.parse_list(_load_list(args.list), args.list)
     sources = ConfigSources("sweep", sources.files, shared, sources.presets, sources.cluster)
     name = load_config(sources).config.trial_name

@@ -73,7 +73,10 @@ def main(args: Namespace) -> int:
     if args.apply and chosen:
         return apply(args, trial.name, chosen)
     if args.apply:
-        why = "all of them change what is learned, and need --learning" if found else "there are no options"
+        changes_learning = (
+            "every recommended option changes what the model learns; add --learning to apply them"
+        )
+        why = changes_learning if found else "no options are recommended"
         print(f"nothing is applied to {args.apply}: {why}", file=sys.stderr)
     return ExitCode.DONE
 

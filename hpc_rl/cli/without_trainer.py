@@ -50,5 +50,5 @@ def _load_for_trial(sources: prepare.ConfigSources, purpose: str, named: str) ->
         trial = submission.make_trial(loaded.config)
         trial.make_dirs(int(loaded.config.launcher.umask, 8))
         if code := write_export(parent, chosen, folder, without_trainer.has_adapter(parent)):
-            raise CannotWrite(f"step {chosen.step} of {parent} can't be exported (code {code})")
+            raise CannotWrite(f"step {chosen.step} of {parent} can't be exported (exit code {code})")
     return loaded

@@ -86,7 +86,7 @@ def refuse_warmup(config: GRPOConfig, last_step: int) -> Refusal | None:
         option="critic.warmup_steps",
         value=config.critic.warmup_steps,
         kind=Kind.CONFLICT,
-        why=f"leaves none of the {last_step} steps for the policy: these steps train the critic alone",
+        why=f"leaves none of the {last_step} steps for the policy: a warm-up step trains only the critic",
         use="lower it, or train for more steps",
         related=LENGTH_OPTIONS,
     )

@@ -22,8 +22,8 @@ from hpc_rl.core.refusal import Kind, Refusal
 
 _MODEL = "the trial's checkpoints hold the model that this option describes"
 _WEIGHTS = "the fork begins with the weights of that trial"
-_DATA = "the position in the data and the sealed batches depend on it"
-_GROUPS = "finished groups that are not in a batch yet were made with it"
+_DATA = "the position in the data and the batches on disk depend on it"
+_GROUPS = "completions that are not trained on yet were made with the old value"
 _NAME = "it identifies the trial"
 
 # A checkpoint loads only with the same values, also in a fork.
@@ -49,7 +49,7 @@ UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `
     "train_dataset.max_length": _DATA,
     "train_dataset.too_long": _DATA,
     "train_dataset.drop_last": _DATA,
-    "rollout.batch_order": "the sealed batches follow the old order",
+    "rollout.batch_order": "the batches on disk follow the old order",
     **dict.fromkeys(OF_THE_STATE, _MODEL),
     "ref.path": "the KL divergence would refer to another model",
 }
@@ -188,7 +188,8 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
         return
     kept = [change for change in wrong if change.old is not ABSENT]
     keep = "".join(f" {change.name}={_format_value(change.name, change.old)}" for change in kept)
-    back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, remove it"
+    added = ", ".join(change.name for change in wrong)
+    back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, remove {added}"
     new = next((str(change.new) for change in wrong if change.name == "trial_name"), "NEW")
     fork = (
         f"`hpc-rl fork {trial} {new}` begins a new trial with its checkpoint, `hpc-rl submit` one without it."

@@ -69,7 +69,7 @@ def _drop_trainer(config: Config, allocation: Allocation) -> tuple[Allocation, l
         if one.pool != EVALUATION_POOL or one.pool in others
     )
     alone = fill_stars(config, Allocation(pools=pools))
-    why = f"has a trainer, which is not started for this purpose: {alone} is used"
+    why = f"has a trainer, but this purpose starts only servers, so {alone} is used"
     return alone, [make_note("allocation_mode", why)]
 
 
@@ -136,9 +136,9 @@ def _fill_shared_stars(config: Config, allocation: Allocation) -> Allocation:
     units = servers.num_units or train.num_units or cluster.n_nodes * max(cluster.n_gpus_per_node, 1)
     for part in (servers, train):
         if units % part.units_per_replica:
-            why = (
-                f": d* can't be filled, because {units} units are not a multiple of {part.units_per_replica}"
-            )
+            kind = "GPUs" if cluster.n_gpus_per_node else "nodes"
+            size = part.units_per_replica
+            why = f": d* can't be filled, because {units} {kind} are not a multiple of {size} per replica"
             use = "write a number in place of *, or change the sizes"
             sizes = ("cluster.n_nodes", "cluster.n_gpus_per_node")
             raise DoesNotFit(

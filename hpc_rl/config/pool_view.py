@@ -41,7 +41,7 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
             option="allocation_mode",
             value=allocation,
             kind=Kind.CONFLICT,
-            why=f"must have one pool for the trained model, which section pools does not name. {has}",
+            why=f"must have exactly one pool that is not in section pools, for the trained model. {has}",
             use=f"set {' or '.join(paths)}"
             if names
             else f"add {allocation.pools[0].backend}:d1+{allocation}",

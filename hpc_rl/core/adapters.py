@@ -86,7 +86,7 @@ class AdapterSettings:
             raise ConfigError(f"{path} has {named}: only plain LoRA adapters are supported")
         rank, alpha, targets = (content.get(key) for key in ("r", "lora_alpha", "target_modules"))
         if not isinstance(rank, int) or not isinstance(alpha, int | float) or not targets:
-            raise ConfigError(f"{path} lacks r, lora_alpha or target_modules")
+            raise ConfigError(f"{path} lacks r, lora_alpha or target_modules; copy the adapter again")
         modules = [targets] if isinstance(targets, str) else sorted(map(str, targets))
         base = str(content.get(BASE_KEY) or "")
         return cls(rank, alpha, tuple(modules), base, HEAD in whole)
@@ -126,7 +126,7 @@ def explain_difference(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) 
         return f"has {_name_some(more)}, which the trial would not train"
     for name in sorted(wanted):
         if tuple(found[name]) != tuple(wanted[name]):
-            return f"has {name} of shape {list(found[name])}, not {list(wanted[name])}"
+            return f"has {name} with the shape {list(found[name])}, but the trial needs {list(wanted[name])}"
     return ""
 
 

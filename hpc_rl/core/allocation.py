@@ -181,7 +181,7 @@ class _Parser:
         )
         if self.token == "+" and "eval" in (self.tokens[self.at - 1][0], self.tokens[self.at + 1][0]):
             use = "name their pool, as sglang:d3+sglang[eval]:d1+fsdp:d4"
-            self.fail(f"'+eval' does not say how many servers evaluate beside training; {use}")
+            self.fail(f"'+eval' has no number of servers for evaluation beside training; {use}")
         if self.token:
             self.fail(f"unexpected {self.token!r} after the end of the expression")
         return result
@@ -201,7 +201,7 @@ class _Parser:
             pools.append(self.parse_servers())
             if pools[-1].pool in [one.pool for one in pools[:-1]]:
                 self.fail(
-                    f"the pool {pools[-1].pool} is there twice; name each, as sglang[student]:d1", name_at
+                    f"the pool {pools[-1].pool} appears twice; name each pool, as sglang[student]:d1", name_at
                 )
             sign = ""
         if not sign:
@@ -213,8 +213,8 @@ class _Parser:
             self.fail("'|' can't be used with several pools of servers", sign_at)
         ours, theirs = pools[0].num_units, train.num_units
         if sign == "|" and ours and theirs and ours != theirs:
-            both = f"servers have {ours} units, training has {theirs}"
-            self.fail(f"'|' requires the same units for both, but {both}", sign_at)
+            both = f"servers have {ours} and training has {theirs}"
+            self.fail(f"'|' needs as many GPUs for servers as for training, but {both}", sign_at)
         return Allocation(pools=tuple(pools), train=train, colocate=sign == "|")
 
     def parse_servers(self) -> Servers:
@@ -267,7 +267,7 @@ class _Parser:
         mesh = Train(backend, etp=tensor if experts > 1 else 1, **sizes)
         parts = pipeline * tensor * experts
         if experts > 1 and mesh.num_units is not None and mesh.num_units % parts:
-            self.fail(f"{mesh.num_units} units can't be split by p*t*e = {parts} for the experts", start)
+            self.fail(f"{mesh.num_units} ranks can't be divided by p*t*e = {parts} of the experts", start)
         return mesh
 
     def parse_hybrid(self, start: int) -> Train:
@@ -286,7 +286,7 @@ class _Parser:
             self.fail(f"ffn p {experts['p']} must equal attn p {attention['p']}", start)
         units, expert_units = math.prod(attention.values()), math.prod(experts.values())
         if units != expert_units:
-            self.fail(f"attn has {units} units, ffn has {expert_units}; they must be equal", start)
+            self.fail(f"attn has {units} ranks, ffn has {expert_units}; these numbers must be equal", start)
         if experts["e"] == 1 and experts["t"] != attention["t"]:
             needs = f"needs an e above 1; without, it must equal attn t {attention['t']}"
             self.fail(f"ffn t {experts['t']} {needs}", start)

@@ -173,7 +173,7 @@ class CheckedReader:
         if self.expected is not None:
             digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
             if digest != _hash_file(view):
-                raise Damaged(f"{what} differ from what was written: their checksum is another")
+                raise Damaged(f"{what} differ from what was written: the checksums are not equal")
         return view
 
     def _load_block(self, index: int, view: memoryview, size: int, start: int) -> None:
@@ -195,7 +195,7 @@ class CheckedReader:
 
     def check(self) -> None:
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
-            raise Damaged(f"{self.path.name} can't be checked: its record lacks checksums of some blocks")
+            raise Damaged(f"{self.path.name} can't be checked: its list of checksums lacks some blocks")
         _map_parallel(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
 
     def read(self, start: int, end: int) -> bytes:

@@ -58,7 +58,12 @@ def _beat(path: Path, why: str, ended: threading.Event) -> None:
         try:
             write_json(path, {"count": count, "why": why, "pid": os.getpid()})
         except OSError as error:
-            logger.warning("%s, which marks data as in use, could not be renewed: %s", path, error)
+            logger.warning(
+                "%s, which marks data as in use, could not be renewed; it is tried again in %g s: %s",
+                path,
+                BEAT_S,
+                error,
+            )
 
 
 class FolderHolds:
@@ -80,7 +85,7 @@ class FolderHolds:
                 self._seen[file] = (count, now)
             silent_s = now - self._seen[file][1]
             if silent_s > STALE_S:
-                form = "%s marked data as in use, but was not renewed for %.0f s, so it is removed"
+                form = "%s marked data as in use, but was not renewed for %.0f s, so this mark is removed"
                 logger.warning(form, self.folder / file, silent_s)
                 (self.folder / file).unlink(missing_ok=True)
             else:

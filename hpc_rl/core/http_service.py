@@ -206,9 +206,9 @@ def _decompress(data: bytes, window_bits: int, max_bytes: int) -> bytes:
                     raise web.HTTPRequestEntityTooLarge(max_bytes)
                 piece = stream.unconsumed_tail
     except zlib.error as error:
-        raise web.RequestPayloadError(f"it can't be decompressed: {error}") from error
+        raise web.RequestPayloadError(f"its body can't be decompressed: {error}") from error
     if not stream.eof or stream.unused_data or at < len(data):
-        raise web.RequestPayloadError("it must be one compressed stream, and complete")
+        raise web.RequestPayloadError("its body must be one complete compressed stream")
     return bytes(found)
 
 

@@ -182,7 +182,7 @@ def _copy(source: Path, files: _Files, place: Path) -> None:
             if entry.name not in wanted:
                 (target / entry.name).symlink_to(Path(entry).absolute())
         if _list_files(source) != files:
-            raise OSError(errno.ESTALE, "it has changed while it was copied")
+            raise OSError(errno.ESTALE, "the original changed during the copy")
         partial.rename(place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

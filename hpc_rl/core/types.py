@@ -36,7 +36,7 @@ class WeightVersion:
     def parse(cls, label: str) -> WeightVersion:
         lineage, _, step = label.partition(".")
         if not (lineage.isdecimal() and step.isdecimal()):
-            raise ValueError(f"a weight version has the form LINEAGE.STEP, such as 0.12, got {label!r}")
+            raise ValueError(f"a weights version has the form START.STEP, such as 0.12, got {label!r}")
         return cls(int(lineage), int(step))
 
 
@@ -190,7 +190,7 @@ def _encode_value(value: Any) -> Any:
         if isinstance(value, TrajectoryGroup) and (joined := _join_trajectories(value.trajectories)):
             fields["trajectories"] = joined
         return {"__t__": type(value).__name__, "v": fields}
-    raise TypeError(f"{type(value).__name__}  objects can't be sent to other processes of the trial")
+    raise TypeError(f"{type(value).__name__} objects can't be sent to other processes of the trial")
 
 
 def _decode_value(value: dict[str, Any]) -> Any:

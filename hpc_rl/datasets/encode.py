@@ -101,7 +101,7 @@ class Prompts:
             )
             self.kept = [i for i in self.kept if lengths[i] <= dataset.max_length]
             numbers = (len(self.kept), len(self.rows), dataset.max_length)
-            form = "dataset %s: %d of %d prompts are used: they have at most %d tokens"
+            form = "dataset %s: %d of %d prompts are used; the others have more than max_length = %d tokens"
             logger.info(form, dataset.path, *numbers)
         if not self.kept:
             raise _make_empty_error(dataset, "prompt")

@@ -52,7 +52,7 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
     """Raise ConfigError if two fingerprints differ. Empty or damaged fingerprints are ignored."""
     if not {"rows", "xxh3"} <= before.keys() or not now or before == now:
         return
-    there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
+    there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "the same number with other content"
     why = f"had {before['rows']} rows when {when}, and has {there} now. Resuming would repeat some rows"
     raise ConfigError(
         Refusal(

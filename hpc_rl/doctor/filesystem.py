@@ -96,8 +96,10 @@ def check_shared(path: Path, kind: str, on_slurm: bool) -> Verdict:
 def check_mount_options(options: list[str]) -> Verdict:
     bad = [option for option in options if option in BAD_OPTIONS]
     if bad:
-        return warn(f"{', '.join(bad)}: locks or opens do not reach across nodes", LOCAL_CACHES)
-    return ok("nothing that breaks locks or opens")
+        return warn(
+            f"{', '.join(bad)}: locks do not work across nodes, or opened files may be stale", LOCAL_CACHES
+        )
+    return ok("no option that breaks locks or opens")
 
 
 def check_rename(here: DirectoryProbe) -> Verdict:
@@ -119,7 +121,7 @@ def check_exclusive_create(here: DirectoryProbe) -> Verdict:
     taken = _write(here.folder / "taken")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     if not (_is_refused(lambda: os.close(os.open(taken, flags))) and _is_refused(lambda: os.mkdir(taken))):
-        return fail("O_EXCL or mkdir takes a name twice", NOT_FOR_TRIALS)
+        return fail("O_EXCL or mkdir accepts a name that exists: two writers could both win", NOT_FOR_TRIALS)
     return ok("O_EXCL and mkdir refuse a taken name")
 
 

@@ -153,18 +153,20 @@ def check_absent_names(result: VisitResult) -> Verdict:
     if worst > STALE_S:
         found = f"more than {STALE_NAME_S:g} s" if worst == NEVER else f"{worst:.1f} s"
         fix = "hpc-rl lists folders instead; tools that poll `exists` will wait."
-        return warn(f"remembered as absent for {found}", fix)
-    return ok("seen as soon as they are listed")
+        return warn(f"a new file looks absent for {found} after a failed look-up", fix)
+    return ok("a new file is found as soon as it is listed")
 
 
 def check_replaced_files(result: VisitResult) -> Verdict:
     worst = _find_worst(report.seen.stale_content_s for report in result.reports)
     if worst == NEVER:
-        return fail("a node kept reading the old content", "opens must be fresh: do not mount with `nocto`.")
+        return fail(
+            "a node kept reading the old content", "each open must read new data: do not mount with `nocto`."
+        )
     if worst > STALE_S:
         fix = "attribute caches (acregmax, nocto): make them small for fileroot."
-        return warn(f"read as the old one for {worst:.1f} s", fix)
-    return ok("read as the new one at once")
+        return warn(f"a node reads the old content for {worst:.1f} s", fix)
+    return ok("each node reads the new content immediately")
 
 
 def check_one_winner(result: VisitResult) -> Verdict:
@@ -176,7 +178,7 @@ def check_one_winner(result: VisitResult) -> Verdict:
     if wrong:
         fix = "this file system can't hold trials: two supervisors could both own one."
         return fail("; ".join(wrong), fix)
-    return ok("of all nodes that create one name, by O_EXCL, link and mkdir")
+    return ok("if all nodes create one name, only one succeeds (O_EXCL, link, mkdir)")
 
 
 def check_lock_scope(result: VisitResult) -> Verdict:
@@ -195,7 +197,9 @@ def check_clocks(result: VisitResult) -> Verdict:
     (least, first), (most, last) = by_skew[0], by_skew[-1]
     if most - least > MAX_CLOCK_SKEW_S:
         found = f"{result.join_names([first])} and {result.join_names([last])} are {most - least:.1f} s apart"
-        return warn(found, "hpc-rl compares none, but logs are in order only with NTP on all nodes.")
+        return warn(
+            found, "hpc-rl does not compare clocks, but logs are in order only with NTP on all nodes."
+        )
     return ok(f"at most {most - least:.2f} s apart")
 
 

@@ -230,7 +230,7 @@ class GatewayLog:
             raw = os.pread(self._segments[place.segment].fd, place.size, place.offset)
             return _unpack(msgpack.unpackb(raw))
         except (OSError, ValueError, TypeError) as error:
-            form = "the gateway can't read an answer that it logged (segment %d, offset %d): %s"
+            form = "the gateway ignores a logged answer that it can't read (segment-%04d.log, offset %d): %s"
             logger.warning(form, place.segment, place.offset, error)
             return None
 
@@ -240,7 +240,9 @@ class GatewayLog:
                 self._append(b"".join(packed for *_, packed in waiting))
             except OSError as error:
                 self.num_lost += len(waiting)
-                form = "the gateway can't write its log; %d answers are missing in it so far: %s"
+                form = (
+                    "the gateway continues, but can't write its log; %d answers are missing there so far: %s"
+                )
                 logger.warning(form, self.num_lost, error)
                 return
             with self._lock:
@@ -321,7 +323,7 @@ class GatewayLog:
                 for prompt_hash, output_hash, *_ in records:
                     self._index(prompt_hash, output_hash, number, start + records.tell() - segment.size)
             except (ValueError, TypeError, msgpack.UnpackException) as error:
-                form = "segment %d of the gateway log is damaged, so the rest of it is not used: %s"
+                form = "segment-%04d.log of the gateway is damaged, so the rest of this file is not used: %s"
                 logger.warning(form, number, error)
         return segment.size > start
 

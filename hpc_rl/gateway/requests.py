@@ -161,14 +161,19 @@ class RequestReader:
             given = body.get("sampling_params") or {}
         per_prompt = given if isinstance(given, list) else [given] * len(prompts)
         if len(per_prompt) != len(prompts):
-            raise FieldRefused("sampling_params", f"has {len(per_prompt)} entries for {len(prompts)} prompts")
+            raise FieldRefused(
+                "sampling_params",
+                f"must have one entry per prompt: {len(per_prompt)} entries, {len(prompts)} prompts",
+            )
         orders = [
             self._make_prompt_order(wire, name, ids, one)
             for ids, one in zip(prompts, per_prompt, strict=True)
         ]
         total = sum(order.n for order in orders)
         if total > MAX_SAMPLES:
-            raise FieldRefused("n", f"times the prompts must be at most {MAX_SAMPLES} in one request", total)
+            raise FieldRefused(
+                "n", f"times the number of prompts must be at most {MAX_SAMPLES} in one request", total
+            )
         orders[0].chat = chat
         rid = body.get("rid") or []
         for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
@@ -196,7 +201,7 @@ class RequestReader:
     def _check_keys(self, body: dict[str, Any]) -> None:
         for key, value in body.items():
             if key in _REFUSED and value is not None and value not in _REFUSED[key]:
-                raise FieldRefused(key, "is not served by the gateway; leave it out", value)
+                raise FieldRefused(key, "is not supported by the gateway; leave it out", value)
             known = key in _SERVED or key in _NATIVE or key in _PASSED or key in _REFUSED
             if not known and key not in self._ignored and len(self._ignored) < MAX_IGNORED:
                 self._ignored.add(key)
@@ -242,7 +247,7 @@ class RequestReader:
             raise FieldRefused("messages", f"can't be rendered: {error}") from error
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
-            raise FieldRefused("messages", "are rendered as no token")
+            raise FieldRefused("messages", "give an empty prompt with the chat template of the model")
         return ids
 
     def _make_prompt_order(self, wire: Wire, name: str, ids: list[int], given: Any) -> PromptOrder:
@@ -260,7 +265,7 @@ class RequestReader:
         if self.bounds.context is not None:
             room = self.bounds.context - len(ids)
             if room <= 0:
-                rule = f"must leave room in {self.bounds.context} tokens"
+                rule = f"must have fewer tokens than the context of the model, {self.bounds.context}"
                 raise FieldRefused(name, rule, len(ids), code="context_length_exceeded")
             wanted = min(wanted, room)
         sampling_parameters["max_new_tokens"] = wanted

@@ -107,7 +107,7 @@ def make_generate_handler(
             return _answer_error(400, error)
         except (RoleFailed, RequestRefused) as error:
             gateway.counters.unanswered += 1
-            logger.warning("the gateway could not answer a request: %s", error)
+            logger.warning("the gateway could not answer a request, so the client gets an error: %s", error)
             return _answer_error(503 if isinstance(error, RoleFailed) else 500, error)
         except ClientGone:
             gateway.counters.abandoned += 1
@@ -121,11 +121,9 @@ async def _load_body(request: web.Request) -> dict[str, Any]:
     try:
         return parse_json_object(await receive_body(request, MAX_BODY_BYTES))
     except web.HTTPRequestEntityTooLarge:
-        raise FieldRefused(
-            "body", f"the body of the request has more than {MAX_BODY_BYTES >> 20} MiB"
-        ) from None
+        raise FieldRefused("body", f"of the request has more than {MAX_BODY_BYTES >> 20} MiB") from None
     except ValueError as error:
-        raise FieldRefused("body", str(error)) from error
+        raise FieldRefused("body", str(error).removeprefix("the body ")) from error
 
 
 async def _stream(

@@ -126,7 +126,7 @@ class Registrar:
             self._names.write_volatile(prefix, record)
         except OSError as error:
             if not self._is_failing:
-                form = "the supervisor can't write the list of %s, so readers read each file instead: %s"
+                form = "the supervisor can't write the list of %s, so others read each file (slower): %s"
                 logger.warning(form, prefix, error)
             self._is_failing = True
             return
@@ -199,7 +199,7 @@ class RosterReader:
         if self._missing_since is None:
             self._missing_since = now
         if not self._is_logged and (self._moved_at > -math.inf or now - self._missing_since > STUCK_S):
-            form = "no supervisor keeps the list of %s now, so this process reads each file instead"
+            form = "no supervisor keeps the list of %s now, so this process reads each file instead (slower)"
             logger.info(form, self._prefix)
             self._is_logged = True
 

@@ -291,9 +291,7 @@ class Lease:
         """Raise Stale once a higher epoch exists."""
         highest = max(_list_epochs(self.base), default=0)
         if highest > self.epoch or self.released:
-            reason = (
-                f"another process has taken it over, or it was released (start {self.epoch} of {highest})"
-            )
+            reason = f"another process owns the key now, or it was released (owner {self.epoch} of {highest})"
             raise Stale(f"this process no longer owns {self.key!r} in the name-resolve directory: {reason}")
 
     def renew(self, value: dict[str, Any] | None = None) -> None:

@@ -250,9 +250,9 @@ def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> P
     elif not demand.replicas:
         why = f"{demand.ranks} ranks can't be spread evenly over {n_nodes} nodes"
     elif demand.units < n_nodes:
-        why = f"it has {demand.units} units, so some of {n_nodes} nodes would stay idle"
+        why = f"it has {demand.units} processes, so some of {n_nodes} nodes would stay idle"
     else:
-        why = f"each of {n_nodes} nodes must have only servers, or the same number of ranks as the others"
+        why = f"each of {n_nodes} nodes must have only servers, or as many trainer ranks as the others"
     raise DoesNotFit(_refuse_allocation(allocation, Kind.CONFLICT, f"does not fit: {why}", fits))
 
 

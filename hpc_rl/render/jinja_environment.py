@@ -149,7 +149,9 @@ FILTERS = (sh, lines, directive, sbatch, sbatch_words, without, replace, comment
 
 def _check_present(value: Any) -> Any:
     if value is None:
-        raise jinja2.UndefinedError("a value in the template is None: test for it, or set the option")
+        raise jinja2.UndefinedError(
+            "a value that the template uses is None: test for that with {% if %}, or set its option"
+        )
     if isinstance(value, jinja2.Undefined):
         str(value)  # StrictUndefined raises, with the name
     return value

@@ -177,12 +177,12 @@ def exclude_nodes(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLaun
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
     """Raise ConfigError for hooks that the layout can't run on their nodes."""
     if hooks := find_unplaced_hooks(plan.layout, events):
-        why = "(or hooks.d of the site) does not work with launcher.slurm.layout hetjob: no srun can "
+        why = "(or hooks.d of the site) does not work with launcher.slurm.layout hetjob: no single srun "
         raise ConfigError(
             Refusal(
                 option=f"launcher.hooks.{hooks[0]}",
                 kind=Kind.CONFLICT,
-                why=f"{why}run on the nodes of all its components",
+                why=f"{why}can run on all nodes of a heterogeneous job",
                 use="use layout allocation or jobs, or remove the hook",
                 related=("launcher.slurm.layout",),
             )

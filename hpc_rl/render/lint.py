@@ -101,7 +101,9 @@ def check_directives(text: str) -> list[Problem]:
         (number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines)
     )
     found = [
-        Problem(f"sbatch ignores it, because it comes after the first command; {_PLACE}: {line}", number)
+        Problem(
+            f"sbatch ignores this line, because it comes after the first command; {_PLACE}: {line}", number
+        )
         for number, line in enumerate(lines[head:], head + 1)
         if line.startswith("#SBATCH")
     ]
@@ -121,10 +123,13 @@ def check_directives(text: str) -> list[Problem]:
             found.append(Problem(f"{' and '.join(sorted(both))} exclude each other", last))
     if options and not {"--requeue", "--no-requeue"} & set(options):
         found.append(
-            Problem("neither --requeue nor --no-requeue: the site decides what happens when a node dies")
+            Problem(
+                "the script has neither --requeue nor --no-requeue: the site's default decides whether Slurm "
+                "requeues the job when a node fails"
+            )
         )
     if options and "--open-mode" not in options:
-        found.append(Problem("no --open-mode=append: a requeue would truncate the script's output"))
+        found.append(Problem("the script has no --open-mode=append: a requeue would truncate its output"))
     return found
 
 
@@ -137,12 +142,12 @@ def _check_line(line: str) -> Iterator[str]:
         ):
             yield f"sbatch does not expand shell variables: {line}"
         if not line.startswith("#SBATCH "):
-            yield f"sbatch ignores it, because there is no blank after #SBATCH: {line}"
+            yield f"sbatch ignores this line, because there is no blank after #SBATCH: {line}"
         for name in _find_unknown_options(line):
             near = difflib.get_close_matches(name, SBATCH_OPTIONS, n=1)
             yield f"sbatch has no option --{name}" + (f"; did you mean --{near[0]}?" if near else "")
     elif (word := re.match(r"#\s*(\w+)\s+-", line)) and _is_near_sbatch(word[1]):
-        yield f"sbatch takes it for a comment; write #SBATCH, without a blank: {line}"
+        yield f"sbatch takes this line for a comment; write #SBATCH, without a blank: {line}"
 
 
 def _is_near_sbatch(word: str) -> bool:

@@ -80,7 +80,7 @@ def find_overrides(layers: Sequence[Path]) -> list[Override]:
 
 def _make_block_error(template: str, block: str) -> str:
     others = [name for name, blocks in list_templates().items() if block in blocks]
-    place = f"; {' and '.join(others)} has it" if others else ""
+    place = f"; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
     return f"{template} has no block {block!r}{place}. Its blocks: {', '.join(list_templates()[template])}."
 
 
@@ -104,14 +104,15 @@ def find_problems(layers: Sequence[Path]) -> list[str]:
     """Return likely mistakes: unknown blocks, whole files instead of blocks, unused files."""
     found = find_unknown_blocks(layers)
     found += [
-        f"{override.path}: it replaces the whole file and will miss what a new version changes; "
-        f"begin it with {_make_extends(override.template)}"
+        f"{override.path}: this file replaces the whole file {override.template}, so it misses changes of "
+        f"new versions of hpc-rl; begin it with {_make_extends(override.template)}"
         for override in find_overrides(layers)
         if not override.extends
     ]
     paths = [path for layer in layers for folder in FOLDERS for path in sorted((layer / folder).glob("*"))]
     found += [
-        f"{path}: not used; templates that can be overridden: {', '.join(list_templates())}."
+        f"{path}: no template has this name, so the file has no effect; the templates are "
+        f"{', '.join(list_templates())}."
         for path in paths
         if path.is_file() and f"{path.parent.name}/{path.name}" not in list_templates()
     ]

@@ -149,7 +149,7 @@ def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> Non
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
     if exit_code is None:
-        logger.error("the supervisor has ended, so this process ends at once")
+        logger.error("the supervisor has ended, so this process stops immediately")
     os._exit(ExitCode.KILLED_BY_SYSTEM if exit_code is None else exit_code)
 
 

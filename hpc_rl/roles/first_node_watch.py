@@ -48,7 +48,9 @@ def _keep(trial: Trial, args: argparse.Namespace) -> int:
         flags.append("--het-group=1")
     others = [name for name in expand(nodes) if name != args.first_node]
     own = [sys.executable, "-m", "hpc_rl.roles.first_node_watch", "watch", *sys.argv[2:]]
-    logger.info("two of the nodes %s watch the first node: %s", ",".join(others), shlex.join(own))
+    logger.info(
+        "processes on two of the nodes %s watch the job's first node: %s", ",".join(others), shlex.join(own)
+    )
     steps = WatchSteps(
         others,
         flags,

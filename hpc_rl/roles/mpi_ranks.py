@@ -38,7 +38,8 @@ class MpiRanks:
             return
         except RuntimeError as error:
             self._problem = (
-                f"mpi4py finds no MPI library ({error}); load the one of mpiexec, or set MPI4PY_LIBMPI."
+                f"mpi4py finds no MPI library ({error}); load the MPI library that mpiexec uses, "
+                "or set MPI4PY_LIBMPI to its path."
             )
             return
         MPI.Init_thread(MPI.THREAD_FUNNELED)  # the main thread alone calls MPI

@@ -180,7 +180,8 @@ class Replicas:
                         f"oom_kill: the kernel killed {self._oom_kills - known} processes for memory\n"
                     )
             except OSError as error:
-                logger.warning("the note about a kill for memory can't be written to %s: %s", path, error)
+                form = "the kernel killed a process for lack of memory, but the log %s can't record that: %s"
+                logger.warning(form, path, error)
 
     def _report(self, index: int, incarnation: int, code: int) -> None:
         logger.info("%s %d (start %d) ended with exit code %d", self._step[0].role, index, incarnation, code)

@@ -168,9 +168,9 @@ def _open_copy_folder(context: role.Context, stack: ExitStack, folder: Path) -> 
         own = _hold_directory(context, folder.parent.parent, stack).path
     if folder.parent != own:
         raise ConfigError(
-            f"node {socket.gethostname()} keeps copies in {own}, but the first node of its replica in "
-            f"{folder.parent}: the program needs the same path on each. Set cluster.local_dir to a directory "
-            "with the same name on all nodes."
+            f"node {socket.gethostname()} keeps its copy of the weights in {own}, but the first node of this "
+            f"replica in {folder.parent}: the inference engine needs the same path on each node. Set "
+            "cluster.local_dir to a directory with the same name on all nodes."
         )
 
 

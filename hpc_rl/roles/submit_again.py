@@ -90,7 +90,7 @@ def _submit_servers(trial: Trial, args: argparse.Namespace) -> None:
     plan, tag = _load_plan(trial), _find_tag(trial, args.job_id)
     made = ensure_servers(trial, plan, args.job_id, tag, SlurmScheduler())
     if made:
-        logger.info("no servers of job %s were left, so job %s is submitted for them", args.job_id, made)
+        logger.info("job %s had no servers left, so job %s is submitted to run them", args.job_id, made)
 
 
 SUBMITTERS = {

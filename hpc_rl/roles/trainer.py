@@ -97,7 +97,7 @@ def train_rank(context: Context) -> int:
     )
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, stack)
-        log_start(context, f"the state of step {run.step} is loaded, as lineage {run.lineage}")
+        log_start(context, f"the state of step {run.step} is loaded; this start is lineage {run.lineage}")
         spare_collector()
         code = train(run, recipe)
     distributed.shutdown()

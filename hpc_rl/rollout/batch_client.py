@@ -87,7 +87,7 @@ class RolloutClient:
         try:
             self._request("POST", "/retain", {"step": step})
         except (OSError, http.client.HTTPException, LookupError) as error:
-            form = "the trainer could not tell the rollout role that it needs no batch up to %d: %s"
+            form = "the rollout role does not answer, so old batches up to %d are deleted only later: %s"
             logger.info(form, step, error)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class RolloutClient:
             if self._connection is None:
                 seen = self.names.list_leases(keys.ROLLOUT).get(keys.ROLLOUT)
                 if seen is None or not seen.alive:
-                    raise LookupError("no live lease")
+                    raise LookupError("the rollout role has no current heartbeat")
                 url = urlsplit(seen.value["url"])
                 timeout_s = self.poll_s + 60.0
                 self._connection = _connect(url.hostname or "", url.port, timeout_s)

@@ -74,7 +74,9 @@ class Teacher:
         inputs, starts = [], []
         for row in rows:
             if self.demonstration is not None and row.ids[: len(own)].tolist() != own:
-                message = "a demonstration needs trajectories that begin with the prompt of the row"
+                message = (
+                    "a trajectory does not begin with its prompt, as a teacher with demonstrations needs"
+                )
                 raise Rejection(RejectReason.BAD_GROUP, message)
             first = max(1, int(row.loss_mask.argmax()))
             inputs.append([*shown, *row.ids[len(own) :].tolist()])

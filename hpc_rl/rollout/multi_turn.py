@@ -118,5 +118,6 @@ class MultiTurn:
         except ToolFailed as error:
             if error.frames and error.frames not in self._logged:
                 self._logged.add(error.frames)
-                logger.warning("tool %s raised for the first time: %s\n%s", path, error, error.frames)
+                form = "tool %s failed, and the model gets the error as its result (logged once): %s\n%s"
+                logger.warning(form, path, error, error.frames)
             return f"error: {error}"

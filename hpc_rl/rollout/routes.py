@@ -43,9 +43,14 @@ def make_rollout_routes(
             form = "/batch?step=<int>&lineage=<int>[&wait_s=<seconds>][&version=<int>]"
             raise web.HTTPBadRequest(text=form) from None
         if step < 1 or lineage < 0 or math.isnan(wait_s):
-            raise web.HTTPBadRequest(text="steps count from 1, lineages from 0, wait_s from 0")
+            raise web.HTTPBadRequest(
+                text="step must be at least 1, lineage at least 0, wait_s a number of seconds"
+            )
         if not 0 <= version <= step - 1 <= version + 1:
-            raise web.HTTPBadRequest(text=f"a trainer at version {version} can't train on batch {step} next")
+            allowed = f"batch {version + 1} or {version + 2}, not {step}"
+            raise web.HTTPBadRequest(
+                text=f"a trainer at weights version {version} can request only {allowed}"
+            )
         if find_access(request) == Access.CONTROL:
             body = await service.batch(step, lineage, wait_s, version)
         else:
@@ -60,10 +65,11 @@ def make_rollout_routes(
             trainer = WeightVersion.parse(asked.get("trainer", asked["version"]))
             wait_s = None if asked.get("wait_s") is None else float(asked["wait_s"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise web.HTTPBadRequest(text=f'{{"version": "<lineage>.<step>"}} is needed: {error}') from None
+            form = '{"version": "<lineage>.<step>"}'
+            raise web.HTTPBadRequest(text=f"the body of the request must be {form}: {error}") from None
         if not {name, *together} <= service.evaluations.sets.keys():
             known = ", ".join(one or "valid_dataset" for one in service.evaluations.sets) or "none"
-            raise web.HTTPNotFound(text=f"no held-out set {[name, *together]}; the trial has {known}")
+            raise web.HTTPNotFound(text=f"unknown held-out set in {[name, *together]}; known are {known}")
         key, is_trainer = (version, name), find_access(request) == Access.CONTROL
         result = await service.evaluate(key, wait_s, trainer if is_trainer else None, together)
         if result is not None:
@@ -75,11 +81,13 @@ def make_rollout_routes(
 
     async def retain(request: web.Request) -> web.Response:
         if find_access(request) < Access.CONTROL:
-            raise web.HTTPUnauthorized(text="the control token is needed")
+            raise web.HTTPUnauthorized(text="this request needs the control token of the trial")
         try:
             step = int(parse_json_object(await receive_body(request, MAX_BODY_BYTES))["step"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise web.HTTPBadRequest(text=f'{{"step": <int>}} is needed: {error}') from None
+            raise web.HTTPBadRequest(
+                text=f'the body of the request must be {{"step": <int>}}: {error}'
+            ) from None
         await service.retain(step)
         return web.json_response({"trimmed": service.sequencer.log.trimmed})
 
@@ -98,7 +106,7 @@ def make_application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> we
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let requests with a token in; answer the service's refusals with their status."""
         if find_access(request) < Access.DATA:
-            raise web.HTTPUnauthorized(text="a token of this trial is needed")
+            raise web.HTTPUnauthorized(text="this request needs a token of the trial")
         try:
             return await handler(request)
         except Refused as error:

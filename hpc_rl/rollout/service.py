@@ -114,8 +114,10 @@ class RolloutService:
         self._kept: list[NoteKept] = []  # answers to send after it is written
         self._cutting = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        form = "the batch log has %d batches, %d groups without a batch, %d rejected prompts (segment %d)"
-        logger.info(form, state.top, len(state.ready), state.rejections.total(), self.ledger.segment)
+        form = (
+            "the batch log has %d batches, %d groups of trajectories not yet in a batch, %d rejected prompts"
+        )
+        logger.info(form, state.top, len(state.ready), state.rejections.total())
 
     def _load_state(self) -> LogState:
         """Return the state on disk; a lineage unknown to the trial directory does not count."""
@@ -248,7 +250,8 @@ class RolloutService:
             newest, records = await asyncio.to_thread(self._lineages)
             if lineage > max(0, newest):
                 message = (
-                    f"the trainer is of lineage {lineage}, but the newest in the trial directory is {newest}"
+                    f"the trial directory does not show this start of the trainer (lineage {lineage}) yet: "
+                    f"its newest is lineage {newest}; ask again later"
                 )
                 raise Refused(HTTPStatus.TOO_EARLY, message)
             again = self.judged.count_again(self.sequencer.log)
@@ -363,7 +366,7 @@ class RolloutService:
             if lineage > self.sequencer.log.lineage:
                 raise Refused(
                     HTTPStatus.FORBIDDEN,
-                    f"the trainer of lineage {lineage} has asked for no batch yet: ask again later",
+                    f"this start of the trainer (lineage {lineage}) has requested no batch yet; try again",
                 )
             self._refuse_skipping(step)
             body = self._bodies.get(step) or await self._load_sealed(step)
@@ -373,9 +376,8 @@ class RolloutService:
     def _refuse_skipping(self, step: int) -> None:
         top = self.sequencer.log.top
         if step > top + 1:
-            problem = (
-                f"the batch log has {top} batches, so batch {step} can't be next: is a part of it missing?"
-            )
+            problem = f"the batch log has {top} batches, so the next one can't be batch {step}: "
+            problem += "is a part of the log missing?"
             raise Refused(HTTPStatus.PRECONDITION_FAILED, problem)
 
     async def _wait_for_change(self, deadline: float) -> bool:
@@ -499,7 +501,7 @@ class RolloutService:
         elif key not in self.evaluations:
             raise Refused(
                 HTTPStatus.FORBIDDEN,
-                f"weights {key[0]} are not being evaluated; only the trainer begins that",
+                f"weights {key[0]} are not being evaluated; only the trainer can begin an evaluation",
             )
         async with self._end_on_error(UserCodeFailed, ConfigError):  # from a held-out row
             return await self.evaluations.wait_for_result(key, wait_s)

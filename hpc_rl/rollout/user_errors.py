@@ -102,7 +102,9 @@ class Faults:
         if place and place not in self._logged:
             self._logged.add(place)
             logger.warning(
-                "user code failed for the first time in this way: %s\n%s", place, frame.get("trace")
+                "user code failed (each place is shown once, later failures are only counted): %s\n%s",
+                place,
+                frame.get("trace"),
             )
 
     def count_rejection(self, reason: str, in_a_row: int, rejections: Counter[str]) -> RoleFailed | None:

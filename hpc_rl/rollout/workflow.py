@@ -258,7 +258,8 @@ def check_group(
     num_found = len(group.trajectories)
     if num_trajectories is not None and num_found != num_trajectories:
         raise _make_bad_group(
-            f"prompt {index}: the group has {num_found} trajectories; gconfig.n_samples is {num_trajectories}"
+            f"prompt {index}: the workflow returned {num_found} trajectories; gconfig.n_samples is "
+            f"{num_trajectories}"
         )
     for number, entry in enumerate(group.trajectories):
         where = f"prompt {index}, trajectory {number}"
@@ -285,11 +286,13 @@ def _check_arrays(one: Trajectory, where: str) -> None:
                 f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}"
             )
         if len(array) != len(one.ids):
-            raise _make_bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
+            raise _make_bad_group(
+                f"{where}: {name} has {len(array)} entries, but needs {len(one.ids)}, as ids"
+            )
     if not len(one.ids):
-        raise _make_bad_group(f"{where} has no token")
+        raise _make_bad_group(f"{where} is empty: its ids have no token")
     if not all(isinstance(name, str) and isinstance(value, NUMBER) for name, value in one.stats.items()):
-        raise _make_bad_group(f"{where}: stats must have a number for each name")
+        raise _make_bad_group(f"{where}: stats must map names to numbers")
 
 
 def _check_values(rows: Sequence[Trajectory], where: str, vocab_size: int, strict: bool) -> None:
@@ -305,7 +308,8 @@ def _check_values(rows: Sequence[Trajectory], where: str, vocab_size: int, stric
     mask = joined["loss_mask"]
     if (joined["steps"][mask] < 0).any() or (joined["lineages"][mask] < 0).any():
         raise _make_bad_group(
-            f"{where}: steps and lineages must name a weight version where loss_mask is true"
+            f"{where}: steps and lineages (the weights version of a token) must be at least 0 where "
+            "loss_mask is true"
         )
     if problem := find_bad_token(joined["ids"], vocab_size):
         raise _make_bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")

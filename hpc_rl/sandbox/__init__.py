@@ -77,8 +77,8 @@ WORDS = {
     Protection.NETWORK: ("no network", "the network can be used"),
     Protection.SIGNALS: ("no signal to another process", "other processes of this account can be ended"),
     Protection.SURVIVORS: ("no process stays behind", "processes can stay behind"),
-    Protection.NUM_PROCESSES: ("a limit of processes", "processes without limit"),
-    Protection.MEMORY: ("a limit of memory", "memory without limit"),
+    Protection.NUM_PROCESSES: ("a limit on the number of processes", "any number of processes can run"),
+    Protection.MEMORY: ("a limit on memory", "any amount of memory can be used"),
 }
 
 
@@ -128,7 +128,7 @@ def find_problem(wanted: str, sandbox: Sandbox) -> str:
     return f"this machine has no complete sandbox for code_tests. It has {sandbox.describe()}{why}"
 
 
-USE = "use a machine with user namespaces or Landlock (Linux 5.13), or set it to available"
+USE = "use a machine with user namespaces or Landlock (Linux 5.13), or set rollout.sandbox to available"
 
 
 class Ended(enum.StrEnum):
@@ -295,7 +295,9 @@ def probe(mechanism: Mechanism, as_stranger: bool) -> frozenset[Protection]:
         outcome = _execute(program, PROBE_LIMITS, mechanism, as_stranger)
         could_write = marker.with_name("marker.new").exists()
     if outcome.ended is not Ended.EXIT or not outcome.code & ANSWERED or outcome.code >= 128:
-        raise NotConfined(f"a trial program ended with code {outcome.code} ({outcome.ended})")
+        raise NotConfined(
+            f"the program that tests the sandbox ended with code {outcome.code} ({outcome.ended})"
+        )
     active = {one for one, bit in BITS.items() if not outcome.code & bit}
     if could_write:
         active.discard(Protection.FILES)

@@ -23,7 +23,7 @@ from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 
 START_TIMEOUT_S = 10.0
 ANSWER_S = 5.0  # for the query of another process, about an unknown job
-KILLED = "the runner was killed"
+KILLED = "the process that runs the job was killed"
 PR_SET_PDEATHSIG = 1
 
 # After the grace period, kill the rest of the process group; end as soon as the runner has ended.
@@ -110,7 +110,7 @@ class LocalScheduler:
         if _is_running(start):
             return state, (start.pid, start.start_ticks)
         if orphan := self._find_orphan(job_id):
-            return replace(state, native="orphaned", reason=f"{KILLED}; its supervisor is stopping"), orphan
+            return replace(state, native="orphaned", reason=f"{KILLED}; the supervisor is stopping"), orphan
         return replace(state, state=State.FAILED, native="FAILED", reason=KILLED), None
 
     def _judge_remote(self, state: JobState, start: JobStateLine) -> JobState:

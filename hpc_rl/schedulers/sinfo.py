@@ -115,7 +115,7 @@ def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
     elsewhere = _find_takers(request, [name for name in known if name not in wanted], nodes)
     if not elsewhere:
         return best
-    message = f"unchanged, it fits partition {elsewhere[0]}."
+    message = f"the same request fits partition {elsewhere[0]}."
     return [*best, CapacityLimit("partition", message, f"--partition {elsewhere[0]}", False)]
 
 
@@ -188,8 +188,8 @@ def _select_eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node]
     if len(left) < n_nodes <= len(nodes):
         known = ", ".join(sorted(set().union(*(node.features for node in nodes)))) or "none"
         message = (
-            f"{len(left)} of {len(nodes)} nodes of partition {name} have {request.constraint!r}; "
-            f"{n_nodes} were requested; its features: {known}."
+            f"{len(left)} of {len(nodes)} nodes of partition {name} have the features "
+            f"{request.constraint!r}; {n_nodes} were requested; the partition's features: {known}."
         )
         nearest = _suggest_fewer_nodes(left, "launcher.slurm.constraint=null")
         return left, [CapacityLimit("constraint", message, nearest)]
@@ -266,7 +266,8 @@ def _check_sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[Capa
     fitting = [node for node in nodes if all(one.has_enough(node) for one in dimensions)]
     if not limits and len(fitting) < n_nodes:
         message = (
-            f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all; {n_nodes} were requested."
+            f"{len(fitting)} of {len(nodes)} nodes of partition {name} have enough GPUs, CPUs and memory; "
+            f"{n_nodes} were requested."
         )
         limits.append(CapacityLimit("nodes", message, _suggest_fewer_nodes(fitting, "")))
     return limits

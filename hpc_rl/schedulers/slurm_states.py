@@ -75,7 +75,7 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "Priority": (None, "jobs of higher priority come first"),
     "Resources": (None, "no nodes are free"),
     "Dependency": (None, "it waits for another job"),
-    "JobArrayTaskLimit": (None, "as many tasks of its array run as may run at once"),
+    "JobArrayTaskLimit": (None, "its job array already runs as many tasks as its limit allows"),
     "BeginTime": (None, "its earliest start has not come; a requeued job waits about two minutes"),
     "Licenses": (None, "no license is free"),
     "Reservation": (None, "its reservation has not begun"),

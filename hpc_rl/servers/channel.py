@@ -74,7 +74,7 @@ def decode_request(header: dict[str, Any], numbers: memoryview) -> ChannelReques
     rids, lengths, sampling = header["rids"], header["lengths"], header["sampling"]
     if not rids or len(lengths) not in (1, len(rids)):
         raise ValueError(
-            f"{len(lengths)} inputs for {len(rids)} samples; there must be one for all, or one for each"
+            f"{len(lengths)} inputs for {len(rids)} samples; give one input for all samples, or one for each"
         )
     inputs = _split(np.frombuffer(numbers, np.int32, sum(lengths)).tolist(), lengths)
     inputs = inputs if len(inputs) == len(rids) else inputs * len(rids)
@@ -307,7 +307,7 @@ class ChannelServer:
             except ConnectionError:
                 raise
             except Exception as error:  # as aiohttp answers an error of a handler
-                logger.exception("a request failed")
+                logger.exception("a request failed; its client gets the error")
                 status, answer = 500, make_refusal(f"{type(error).__name__}: {error}")
             if status == 200:
                 await socket.send_bytes(encode_parts(number, answer, status))

@@ -390,7 +390,9 @@ class HttpServerClient:
             raise ServerUnavailable(f"no connection to {self.url}{path} within {net.SILENCE_S} s") from error
         except aiohttp.WSServerHandshakeError as error:
             kind = RequestRefused if error.status in (401, 403, 404) else ServerUnavailable
-            raise kind(f"{self.url} opened no channel: {error.status} {error.message}") from error
+            raise kind(
+                f"{self.url} refused the WebSocket connection: {error.status} {error.message}"
+            ) from error
         except aiohttp.ClientConnectorError as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         except TimeoutError as error:

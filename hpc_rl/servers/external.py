@@ -201,7 +201,7 @@ class Endpoint:
             return self.pool.model
         if len(names) != 1:
             why = f": {self._describe_path('/models')} lists {', '.join(names[:20]) or 'no model'}"
-            use = "set this option to the one to ask"
+            use = "set this option to the name of the model to use"
             raise ConfigError(Refusal(option=option, kind=Kind.MISSING, why=why, use=use))
         return names[0]
 

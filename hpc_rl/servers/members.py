@@ -239,7 +239,7 @@ class Member:
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if find_access(request) < Access.CONTROL:
-            return web.Response(status=401, text="the control token is needed")
+            return web.Response(status=401, text="this request needs the control token of the trial")
         return await handler(request)
 
     def _answer(self, call: Callable[[Member, dict[str, Any]], Awaitable[None]]) -> Handler:
@@ -251,7 +251,7 @@ class Member:
             except Damaged as error:
                 return web.Response(status=DAMAGED_STATUS, text=str(error))
             except (HpcRlError, OSError, ValueError) as error:
-                logger.error("%s failed: %s", request.path, error)
+                logger.error("request %s of the replica's first node failed: %s", request.path, error)
                 return web.Response(status=500, text=f"{type(error).__name__}: {error}")
             return web.Response()
 
@@ -269,7 +269,7 @@ class Member:
 
     async def _start(self, body: dict[str, Any]) -> None:
         if self._backend is not None:
-            raise ValueError("the program of the server runs already")
+            raise ValueError("the inference engine of this server is already running")
         address, port = body["rendezvous"]
         if "folder" in body:
             await self._hold(body)

@@ -172,7 +172,8 @@ class Proxy:
         path = request.path
         needed = Access.CONTROL if path in (*CONTROL_POST, "/shutdown") else Access.DATA
         if find_access(request) < needed:
-            return _make_response(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
+            message = f"this request needs the {needed.name.lower()} token of the trial"
+            return _make_response(401, {"error": {"message": message}})
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
@@ -315,7 +316,7 @@ class Proxy:
         if self.frozen:
             return FROZEN
         if self.held and label != self.held:
-            return f"the server stays at weights {self.held}, because they are evaluated"
+            return f"the server stays at weights {self.held} until their evaluation ends"
         least = self.held or self.version or "0.0"
         try:
             if not isinstance(label, str) or is_older(label, least):
@@ -325,8 +326,8 @@ class Proxy:
             return str(error)
         if "in_place" in (self.pause_mode, pause_mode) and flush_cache:
             return (
-                "requests that are paused in place hold their cache: "
-                "send flush_cache false, or pause with retract"
+                "the KV cache can't be flushed, because requests paused with mode in_place use it: "
+                "send flush_cache false, or pause with mode retract"
             )
         return ""
 
@@ -339,7 +340,9 @@ class Proxy:
             self.enter("serving")
             logger.info("the server is serving weights %s now", label)
         else:
-            stays = "has a mixture of old and new ones" if self.receiving else f"keeps {self.version!r}"
+            stays = (
+                "has a mixture of old and new ones" if self.receiving else f"keeps weights {self.version!r}"
+            )
             logger.warning("the server could not load weights %s and %s: %s", label, stays, answer)
         return status, answer
 
@@ -362,7 +365,9 @@ class Proxy:
         if label == self.version and not self.receiving:
             return _refuse_update(f"the server has weights {label} already")
         if not self.pause_mode:
-            return _refuse_update("call /pause_generation first: requests would meet a mixture of weights")
+            return _refuse_update(
+                "call /pause_generation first: running requests would use a mixture of old and new weights"
+            )
         # from here on, also after a failure, the loaded weights may be a mixture
         self.receiving, self._has_last_bucket = str(label), False
         return await self.backend.request("/begin_weight_update", {})
@@ -370,10 +375,10 @@ class Proxy:
     async def _receive(self, body: dict[str, Any]) -> Answer:
         label = body.get("weight_version")
         if not self.receiving or self._has_last_bucket:
-            return _refuse_update("no update is open: call /begin_weight_update first")
+            return _refuse_update("no weight update is open: call /begin_weight_update first")
         if label not in (None, self.receiving):
             return _refuse_update(
-                f"weight_version must be {self.receiving!r}, which has begun, got {label!r}"
+                f"weight_version must be {self.receiving!r}, as in /begin_weight_update, got {label!r}"
             )
         if problem := self._find_problem(self.receiving, flush_cache=body.get("flush_cache", True)):
             return _refuse_update(problem)
@@ -384,7 +389,7 @@ class Proxy:
     async def _end(self, _body: dict[str, Any]) -> Answer:
         if not self._has_last_bucket:
             return _refuse_update(
-                "the last part of the weights, which has the weight_version, has not arrived"
+                "the last part of the weights (the request with weight_version) has not arrived"
             )
         self._has_last_bucket = False
         return self.note_update(self.receiving, *await self.backend.request("/end_weight_update", {}))

@@ -300,7 +300,8 @@ class Replica:
             return
         self._lacks_files = False
         if proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
-            form = "the trainer paused this server and has not called for %.0f s: it goes on with weights %s"
+            form = "the trainer paused this server, and has sent nothing for %.0f s, so the server continues "
+            form += "with weights %s"
             logger.warning(form, PAUSE_LIMIT_S, proxy.version)
             await proxy.control("/continue_generation", {})
 

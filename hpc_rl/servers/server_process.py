@@ -49,13 +49,13 @@ def choose_table(tables: Mapping[str, Flags], name: str, version: str, configure
     version = version.partition("+")[0]  # without a build tag such as +cpu
     if version in tables:
         option = f"{name.lower()}.version"
-        other = f"{name} is {version}, but {option}, by which the options were checked, is {configured}"
+        other = f"{name} is {version}, but {option} is {configured}, so the options were checked for that"
         return tables[version], other if configured and version != configured else ""
     newest = max(tables, key=lambda known: [int(part) for part in known.split(".") if part.isdigit()])
     known = ", ".join(tables)
     return tables[
         newest
-    ], f"{name} {version} is not in the flag table ({known}): taking the flags of {newest}"
+    ], f"hpc-rl does not know {name} {version} (known: {known}), so it uses the command line of {newest}"
 
 
 def select_settings(settings: Mapping[str, Setting | None]) -> dict[str, Setting]:

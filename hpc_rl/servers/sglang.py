@@ -327,7 +327,8 @@ class SGLangBackend:
             async with asyncio.timeout(GROUP_S):
                 return await self.process.request(path, body)
         except TimeoutError:
-            self._stuck = f"SGLang did not answer {path} within {GROUP_S:.0f} s: it waits for a lost trainer"
+            problem = f"SGLang did not answer {path} within {GROUP_S:.0f} s"
+            self._stuck = f"{problem}, probably because it waits for a trainer that was lost"
             return 503, make_refusal(self._stuck)
 
     _GROUP_CALLS: ClassVar = {

@@ -511,7 +511,7 @@ class VLLMBackend:
     async def _drop_cache(self, options: str = "") -> Answer:
         status, answer = await self.process.request(f"/reset_prefix_cache{options}", {})
         if status == 200 and not answer.get("success"):
-            return 400, make_refusal("running requests hold the cache")
+            return 400, make_refusal("the KV cache can't be flushed, because running requests use it")
         return status, answer
 
     async def _continue(self, _body: dict[str, Any]) -> Answer:
@@ -650,7 +650,8 @@ class VLLMBackend:
             async with asyncio.timeout(GROUP_S):
                 return await self.process.request(path, body)
         except TimeoutError:
-            self._stuck = f"vLLM did not answer {path} within {GROUP_S:.0f} s: it waits for a lost trainer"
+            problem = f"vLLM did not answer {path} within {GROUP_S:.0f} s"
+            self._stuck = f"{problem}, probably because it waits for a trainer that was lost"
             return 503, make_refusal(self._stuck)
 
     async def _change_label(self, label: str) -> None:

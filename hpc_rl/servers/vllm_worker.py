@@ -75,7 +75,7 @@ class GroupEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         if self.group is None:
-            raise RuntimeError("no process group: call /init_weight_transfer_engine first")
+            raise RuntimeError("vLLM has joined no process group: call /init_weight_transfer_engine first")
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
         pairs = zip(dtypes, update_info.shapes, strict=True)
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in pairs]

@@ -67,12 +67,15 @@ class Bucket:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"names, dtypes and shapes must be lists: {error!r}") from error
         if not known or not len(names) == len(dtypes) == len(shapes) > 0:
-            raise ValueError("names, dtypes and shapes must have one entry for each tensor")
+            raise ValueError(
+                "names, dtypes and shapes must have one entry for each tensor, with dtypes of PyTorch"
+            )
         at = 0
         for name, dtype, size in zip(bucket.names, dtypes, bucket._list_sizes(), strict=True):
             if at % getattr(torch, dtype).itemsize:
                 raise ValueError(
-                    f"names, dtypes and shapes: {name} would begin at byte {at}, inside of a value"
+                    f"names, dtypes and shapes: tensor {name} would begin at byte {at}, which is no multiple "
+                    f"of the size of {dtype}"
                 )
             at += size
         return bucket

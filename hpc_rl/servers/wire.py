@@ -100,15 +100,18 @@ def parse_given(body: dict[str, Any]) -> tuple[list[GivenTokens], int]:
     """
     inputs, starts, top_k = body.get("input_ids"), body.get("starts"), body.get("top_k", 0)
     if not isinstance(inputs, list) or not isinstance(starts, list) or len(inputs) != len(starts):
-        raise RequestRefused("input_ids must be a list of lists of integers, and starts an integer for each")
+        raise RequestRefused(
+            "input_ids must be a list with the token ids of each input, and `starts` a list of as many "
+            "integers: the position in each input where its log-probabilities begin"
+        )
     if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
         raise RequestRefused(f"top_k must be an integer of at least 0, got {top_k!r:.80}")
     for ids, start in zip(inputs, starts, strict=True):
         if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
-            raise RequestRefused("input_ids must be lists of integers of at least 0, none of them empty")
+            raise RequestRefused("input_ids must be a list of non-empty lists of integers of at least 0")
         if type(start) is not int or not 1 <= start < len(ids):
             raise RequestRefused(
-                f"each of `starts` must be a position in its input, at least 1, got {start!r:.80}"
+                f"each of `starts` must be at least 1 and below the length of its input, got {start!r:.80}"
             )
     return [GivenTokens(ids, start) for ids, start in zip(inputs, starts, strict=True)], top_k
 

@@ -117,7 +117,9 @@ class Life:
                 self.first_start_s = self.clock.now
             self.num_attempts += 1
             if self._is_hopeless():
-                return self._end(int(ExitCode.FAILED), "attempts make no progress")
+                return self._end(
+                    int(ExitCode.FAILED), "too many attempts in a row ended without a new checkpoint"
+                )
             attempt = self.attempt = Attempt(self, nodes, self.num_attempts - 1)
             self.histories.append(attempt.events)
             self.timeline.begin_attempt()

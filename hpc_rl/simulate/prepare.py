@@ -87,7 +87,8 @@ def make_case(loaded: Loaded, measured: Sequence[Trial] = ()) -> Case:
     planned = judge(loaded, frozenset({Stage.OPTIONS})).require()
     config = planned.loaded.config
     if not isinstance(config, GRPOConfig) or not has_trainer(config):
-        why, use = "has no servers beside a trainer", "simulate a grpo configuration that trains"
+        why = "can't be simulated here, because the trial does not train with generation servers"
+        use = "simulate a grpo configuration that trains"
         trainer = planned.plan.trainer
         raise ConfigError(Refusal(option="trainer", value=trainer, kind=Kind.UNSUPPORTED, why=why, use=use))
     plan = planned.plan

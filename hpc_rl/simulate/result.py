@@ -39,13 +39,14 @@ ADVICE = {
     Bottleneck.ROOM: "the trainer waits and the servers have room: raise rollout.max_concurrent_rollouts, or "
     "rollout.max_head_offpolicyness",
     Bottleneck.TRAINING: "the trainer computes most of the time: give it more GPUs",
-    Bottleneck.PUBLICATION: "new weights take longer than a step: a faster file system, or another "
+    Bottleneck.PUBLICATION: "new weights take longer than a step: use a faster file system, or another "
     "actor.weight_update_mode",
-    Bottleneck.EVALUATION: "evaluations stop training: evaluator.blocking=false, or less often",
-    Bottleneck.CHECKPOINTS: "saves stop training: recover.async_save=true, or less often",
-    Bottleneck.FAILURES: "lost steps and their repetition: save more often",
-    Bottleneck.STARTS: "starts and stops of jobs: longer jobs, or faster starts",
-    Bottleneck.QUEUE: "the queue: longer jobs",
+    Bottleneck.EVALUATION: "training waits for evaluations: set evaluator.blocking=false, or evaluate "
+    "less often",
+    Bottleneck.CHECKPOINTS: "training waits for saves: set recover.async_save=true, or save less often",
+    Bottleneck.FAILURES: "lost steps are made again after failures: save more often",
+    Bottleneck.STARTS: "jobs start and stop often: use longer jobs, or faster starts",
+    Bottleneck.QUEUE: "jobs wait in the queue: use longer jobs",
 }
 
 

@@ -138,7 +138,8 @@ def make_setup(config: GRPOConfig, plan: Plan, num_rows: int | None = None) -> S
     units = tuple(unit for unit in plan.units if unit.role != "server" or unit.pool in ("", pool))
     roles = Counter(unit.role for unit in units)
     if not roles["trainer"] or not roles["server"]:
-        why, use = f"plans no {'servers' if roles['trainer'] else 'trainer'}", "simulate a grpo configuration"
+        why = f"plans no {'generation servers' if roles['trainer'] else 'trainer'}"
+        use = "simulate a grpo configuration"
         raise ConfigError(Refusal(option="allocation_mode", kind=Kind.CONFLICT, why=why, use=use))
     limit = config.launcher.slurm.time
     server_limit = config.launcher.slurm.servers.time or limit

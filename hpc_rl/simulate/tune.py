@@ -256,7 +256,10 @@ def tune_checkpoints(setup: Setup, costs: Costs, faults: Faults, num_draws: int)
     gains = sorted(old / new - 1 for old, new in zip(before, spent[best], strict=True))
     if best == now or median(gains) < MIN_GAIN:
         return None
-    reason = f"Young and Daly: every {interval_s:.0f} s, {first} steps; corrected by simulation"
+    reason = (
+        f"the formula of Young and Daly gives a save every {interval_s:.0f} s ({first} steps); "
+        "corrected by simulation"
+    )
     shown = now if now is not None else f"every {setup.save.freq_secs} s"
     return Advice(
         option="recover.freq_steps", now=shown, value=best, gain=median(gains), low=gains[0], high=gains[-1],

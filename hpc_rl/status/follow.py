@@ -95,7 +95,8 @@ def _list_facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]
         for one in attempt.lineages:
             if one.lineage:
                 origin = f"checkpoint {one.from_step}" if one.from_step else "the start"
-                line = f"training continues from {origin} as lineage {one.lineage}"
+                later = f"in a later start of the trainer (lineage {one.lineage})"
+                line = f"training continues from {origin} {later}"
                 yield ("lineage", one.lineage), line + (f": {one.reason}" if one.reason else "")
         for silence in attempt.silences:
             yield ("silent", attempt.id, silence.node, silence.since, silence.until), silence.text(False)

@@ -142,12 +142,10 @@ def describe_wait(wait: BatchWaitRecord) -> str:
     """Return the reason why the next batch waits."""
     sizes, parts = " and ".join(map(str, wait.sizes)), ""
     if wait.parts:
-        parts = f"; {wait.parts} more are of groups that are not whole yet"
+        parts = f"; {wait.parts} more sequences are of incomplete groups"
     match wait.kind:
         case BatchWait.SHARE:
-            said = (
-                f"{wait.ready} of the {wait.needed} sequences are ready that are kept for {wait.environment}"
-            )
+            said = f"{wait.ready} of the {wait.needed} sequences reserved for {wait.environment} are ready"
         case BatchWait.COMBINATION:
             said = f"the groups of {sizes} that are ready do not add up to {wait.needed} sequences yet"
         case BatchWait.SIZES:
@@ -184,7 +182,9 @@ def list_problems(report: RolloutReport, live: bool) -> list[str]:
     connected = [one for one in report.environments if one.silent_s is not None]
     if report.takes_groups and not connected and not report.running and report.trainer_s is not None:
         if report.trainer_s < STARTING_S and not report.environments:
-            lines.append("no environment has connected yet; they do so once the trainer has started")
+            lines.append(
+                "no environment has connected yet; environments connect once the trainer has started"
+            )
         else:
             lines.append(
                 "no environment is connected: look at the logs of the roles environment-0, …, or connect one"

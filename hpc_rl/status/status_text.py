@@ -242,7 +242,7 @@ OF_BATCH = {  # of the batch of a step
     "staleness_mean": "staleness",
     "staleness_max": "largest staleness",
     "behave_approx_kl": "KL to the policy that generated",
-    "given_up": "trajectories of weights that were given up",
+    "given_up": "trajectories of discarded weights",
     "tokens_regenerated": "tokens generated again after servers were lost",
 }
 ONLY_IF_ANY = ("given_up", "tokens_regenerated")

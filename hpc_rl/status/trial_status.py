@@ -390,7 +390,7 @@ def describe_lost_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) ->
     if lost is None:
         return otherwise
     what = "job script was killed" if lost.event is JobEvent.SCRIPT_KILLED else "first node was lost"
-    return f"its {what}: a watch on another node gave the job back at {format_time(lost.time)}"
+    return f"its {what}; a watch process on another node ended this start at {format_time(lost.time)}"
 
 
 def _close_attempt(attempts: list[AttemptStatus], state: TrialState, reason: str, job: TrialJob) -> None:

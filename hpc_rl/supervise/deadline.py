@@ -150,6 +150,6 @@ class JobEndTime:
         try:
             return SlurmScheduler().end_time(self._job_id) or self._given
         except SchedulerError as error:
-            form = "Slurm did not answer when job %s ends, so an earlier answer (if any) counts: %s"
+            form = "Slurm did not report when job %s ends; the last known end time (if any) stays in use: %s"
             logger.warning(form, self._job_id, error)
             return self._given

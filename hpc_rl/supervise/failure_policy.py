@@ -327,8 +327,8 @@ def decide_after_drain(
         return Consequence(False, ExitCode.STOPPED, asked)
     if found.by_signal or follows.restart or follows.exit_code == ExitCode.STOPPED:
         why = found.reason or found.code
-        counts = "the newest checkpoint counts" if role == "trainer" else "the finished prompts count"
-        reason = f"{asked}; the {role} exited before it could save ({why}), {counts}"
+        kept = "continues from the newest checkpoint" if role == "trainer" else "keeps the finished prompts"
+        reason = f"{asked}; the {role} exited before it could save ({why}); a later start {kept}"
         return Consequence(False, ExitCode.STOPPED, reason)
     return follows
 

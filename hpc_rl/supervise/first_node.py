@@ -123,7 +123,8 @@ class WatchedJob:
                 slurm.requeue(self.job_id, processes_live=True)
                 return
             except SchedulerError as error:
-                logger.error("job %s could not be requeued: %s", self.job_id, error)
+                form = "Slurm did not requeue job %s (after %d failures the job is cancelled): %s"
+                logger.error(form, self.job_id, REQUEUE_TRIES, error)
             time.sleep(REQUEUE_AGAIN_S)
             if slurm.query_job_facts(self.job_id).num_requeues != self.num_requeues:  # by another watch
                 return
@@ -176,7 +177,7 @@ class Watch:
             return False
         is_lost = self._job.is_lost()
         what = "is lost" if is_lost else "is still a node of the job"
-        form = "the first node %s %s; its supervisor sent a heartbeat %.0f s ago"
+        form = "the first node %s %s; the supervisor on it sent its last heartbeat %.0f s ago"
         logger.info(form, self._job.first_node, what, lease_age_s)
         if not self._suspicion.is_certain(now, is_lost):
             return False
@@ -190,7 +191,7 @@ class Watch:
             self._own.check()
             owner = self._names.list_leases(keys.OWNER).get(keys.OWNER)
         except OSError as error:  # file system away
-            logger.warning("the supervisor's heartbeat can't be read and is read again: %s", error)
+            logger.warning("the supervisor's heartbeat can't be read now; the watch tries again: %s", error)
         else:
             if owner is not None:
                 self._moved_at = max(self._moved_at, now - owner.age_s)

@@ -51,7 +51,7 @@ class HostWatch:
                 # without looks, silence does not grow beyond the last look
                 except Exception:
                     logger.warning(
-                        "the supervisor can't tell now whether the other nodes live, and tries again",
+                        "the supervisor can't check now whether the other nodes are alive; it tries again",
                         exc_info=True,
                     )
                 time.sleep(LOOK_EVERY_S)

@@ -110,7 +110,10 @@ class JobRunner:
             with open(self.names.state, "ab", buffering=0) as file:
                 file.write(json.dumps(row).encode() + b"\n")
         except OSError as error:
-            self._print(f"can't write jobs/{self.names.job_id}.state: {error}")
+            self._print(
+                f"can't write jobs/{self.names.job_id}.state: {error}; the job continues, and "
+                "`hpc-rl status` may show an older state"
+            )
 
     def _leave_submission_record(self) -> None:
         """Record a submission by hand; keep an existing record of `hpc-rl submit`."""
@@ -194,7 +197,7 @@ class JobRunner:
                 # A cancel may have come in between, and is then the reason.
                 decision = self._decide(code)
                 if decision.starts_again:
-                    reason = f"{decision.reason}, but Slurm took neither a requeue nor a successor"
+                    reason = f"{decision.reason}, but Slurm accepted neither a requeue nor a successor job"
                     decision = Decision(False, reason)
             elif decision.starts_again and not (reason := self._explain_no_restart()):
                 self._record(JobEvent.REQUEUED, code=code)
@@ -239,8 +242,8 @@ class JobRunner:
                 return choose_rule(ExitCode.STOPPED).reason
             if bad := ",".join(self._find_blamed_nodes()):
                 return (
-                    f"the attempt blames {bad}, and a start in the same job has the same nodes: "
-                    f"salloc --exclude={bad}"
+                    f"the attempt failed because of {bad}, and a restart here has the same nodes: "
+                    f"use another allocation, by salloc --exclude={bad}"
                 )
         return f"stopped {MAX_RESTARTS} times" if self.names.restart >= MAX_RESTARTS else ""
 
@@ -311,8 +314,8 @@ class JobRunner:
             num_kills += 1
             self._record(JobEvent.SUPERVISOR_KILLED, code=code)
             self._print(
-                f"the supervisor was killed (code {code}), time {num_kills} of "
-                f"{self.settings.recover_retries} without a new checkpoint"
+                f"the supervisor was killed (code {code}) and is started again: restart {num_kills} of "
+                f"{self.settings.recover_retries} without a new checkpoint (recover.retries)"
             )
         return code
 
@@ -341,7 +344,7 @@ class JobRunner:
         # In state D it waits for a file system or a device; their fail-over may take minutes.
         idle_s = idle_s + period_s if ticks == last_ticks and state != "D" else 0.0
         if idle_s >= self._hang_s:
-            self._print(f"killing the supervisor: it did nothing for {idle_s:g} s")
+            self._print(f"the supervisor used no CPU time for {idle_s:g} s, so the job script kills it")
             supervisor.kill(signal.SIGKILL)
         self.loop.call_after(period_s, lambda: self._guard_supervisor(supervisor, ticks, idle_s))
 
@@ -447,7 +450,9 @@ class JobRunner:
                 if self._requeue(excluded):
                     self._record(JobEvent.REQUEUED, **details)
                     return True
-                self._print(f"Slurm refuses to requeue job {self.names.slurm_job}: a successor continues")
+                self._print(
+                    f"Slurm refuses to requeue job {self.names.slurm_job}; a successor job is submitted"
+                )
             return self._submit_successor(excluded, details)
         finally:
             self._is_asking = False
@@ -488,7 +493,7 @@ class JobRunner:
                 update = ["scontrol", "update", f"jobid={component}", f"ExcNodeList={excluded}"]
                 code, _ = self.loop.run(update, is_disturbed=False)
                 if code:
-                    self._print(f"{component} can't exclude {excluded}")
+                    self._print(f"job {component} is requeued, but Slurm did not exclude {excluded} from it")
         return True
 
     def _submit_successor(self, excluded: str, details: dict[str, Any]) -> bool:
@@ -507,7 +512,7 @@ class JobRunner:
         if self._is_wanted():
             self._record(JobEvent.REQUEUED, **details, successor=job_id)
             return True
-        self._print(f"stopped by a signal while successor {job_id} was submitted: it is cancelled")
+        self._print(f"a signal stopped this job, so its new successor, job {job_id}, is cancelled")
         self.loop.run(["scancel", job_id], is_disturbed=False)
         return False
 
@@ -535,9 +540,9 @@ class JobRunner:
         _, text = self.loop.run(["sinfo", "-h", "-N", "-p", partitions, "-o", "%N"], ANSWER_S)
         chosen = choose_excluded(bad, text.split(), own, num_needed)
         if chosen:
-            self._print(f"excluded: {','.join(chosen)}")
+            self._print(f"bad nodes that the next start avoids: {','.join(chosen)}")
         if left := [node for node in bad if node not in chosen and node not in own]:
-            self._print(f"not excluded, or too few nodes would be left: {','.join(left)}")
+            self._print(f"bad nodes that stay in use, because too few others are left: {','.join(left)}")
         return ",".join(filter(None, [configured, *chosen]))
 
 

@@ -159,7 +159,8 @@ class MpiexecHandle(SrunHandle):
             for said in self._said:
                 rank.send(said)
         else:
-            logger.warning("a connection to %s sent an unknown line and is closed", self.where)
+            form = "a connection to %s is closed, because its process is no rank or sent an unknown line"
+            logger.warning(form, self.where)
             rank.is_gone = True
 
     def _release(self) -> None:

@@ -46,7 +46,7 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
     if before is not None and before.value.get("host") != socket.gethostname():
         host = before.value.get("host")
         logger.warning(
-            "the previous supervisor, on %s, has not recorded its end; this one waits for it for %g s",
+            "the previous supervisor, on %s, has not recorded its end; this supervisor waits %g s for it",
             host,
             FENCE_S,
         )
@@ -65,7 +65,7 @@ def end_when_fenced(names: NameResolve, attempt: Attempt) -> None:
         while True:
             with suppress(OSError):  # file system away: nothing can be written either
                 if later := find_later_owner(names, attempt):
-                    logger.error("attempt %s runs the trial now, so this process ends at once", later)
+                    logger.error("attempt %s runs the trial now, so this process ends immediately", later)
                     os._exit(ExitCode.KILLED_BY_SYSTEM)
             time.sleep(CHECK_EVERY_S)
 
@@ -100,7 +100,7 @@ def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt)
     if alive:
         raise TrialBusy(
             f"the trial is run by attempt {owner.get('attempt')} on {owner.get('host')} (process {pid}), "
-            f"so attempt {attempt.id} stops at once. Two jobs can't write one trial: end the other with "
+            f"so attempt {attempt.id} stops now. Two jobs can't write one trial: end the other with "
             f"`hpc-rl cancel {attempt.trial}`, or wait for it."
         )
 
@@ -110,7 +110,7 @@ def _is_moving(names: NameResolve, before: LeaseView) -> bool:
     end = time.monotonic() + LEASE_TTL_S + CHECK_EVERY_S
     host = before.value.get("host")
     logger.warning(
-        "the previous supervisor, on %s, has not recorded its end; this one checks whether it still runs",
+        "the previous supervisor, on %s, has not recorded its end; this supervisor checks whether it runs",
         host,
     )
     last_age_s = before.age_s

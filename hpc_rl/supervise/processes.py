@@ -313,8 +313,7 @@ def describe_unplaced(unit: Unit, plan: Plan, said: str) -> str:
     """Explain why a step may not fit on its nodes: each step gets whole cores of its job."""
     num_cpus = sum(one.tasks_per_node * one.cpus_per_task for one in plan.list_step_units(unit))
     return (
-        f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): it asks each for "
-        f"{num_cpus} CPUs in whole cores, of {plan.threads_per_core} threads "
-        "per core as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for "
-        f"{plan.cpus_per_node} CPUs per node"
+        f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): the step needs "
+        f"{num_cpus} CPUs per node in whole cores; the plan requests {plan.cpus_per_node} CPUs per node and "
+        f"assumes {plan.threads_per_core} threads per core (compare ThreadsPerCore of scontrol show node)"
     )

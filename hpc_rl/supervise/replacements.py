@@ -52,7 +52,9 @@ class Replacements:
                 cancel_jobs(job.job_id)
             except SchedulerError as error:
                 logger.warning(
-                    "job %s of lost servers can't be cancelled, and ends by itself: %s", job.job_id, error
+                    "job %s, which replaces lost servers, can't be cancelled; it ends by itself: %s",
+                    job.job_id,
+                    error,
                 )
 
     def _list_jobs(self) -> list[JobRecord]:

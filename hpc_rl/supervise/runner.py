@@ -124,7 +124,8 @@ class TrialRunner(UnitLoop):
         earlier = [one for one in self.trial.list_attempts(self.attempt.job_id) if one.id != self.attempt.id]
         count = failure_policy.count_fruitless_attempts([load_events(one) for one in earlier])
         if count >= max(failure_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
-            why = f"{count} attempts in a row ended without a new checkpoint; see why, {RESUME}"
+            advice = f"look for the cause in the logs, {RESUME}"
+            why = f"{count} attempts in a row ended without a new checkpoint; {advice}"
             self.execute(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 
     def _check_network(self, preflight: Preflight) -> None:
@@ -161,7 +162,7 @@ class TrialRunner(UnitLoop):
         """Renew the lease; return whether to stop before anything was started."""
         now = self.clock()
         if self._checking.is_due(now):
-            with tolerate_errors("keeping the lease"):
+            with tolerate_errors("renewing the supervisor's heartbeat"):
                 self._keep_lease(now)
         return bool(self.requests) or self.finish is not None
 
@@ -210,7 +211,7 @@ class TrialRunner(UnitLoop):
     def replace_unit(self, unit: Unit) -> None:
         with tolerate_errors("replacing lost servers"):
             if nodes := self._replacements.add(unit):
-                reason = "the servers of lost nodes become another job"
+                reason = "another job starts the servers of the lost nodes"
                 self.write_event(EventKind.REPLACING, {"plan_nodes": nodes, "reason": reason})
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
@@ -238,7 +239,7 @@ class TrialRunner(UnitLoop):
 
     def grant_requests(self) -> None:
         if self.requests:
-            with tolerate_errors("reading intents"):
+            with tolerate_errors("reading requests to stop"):
                 self._load_intents()  # a signal may announce an intent, which has more information
         for cause in self.requests.take():
             if self.plan.recover_mode != "disabled" and self.deadline.is_early_warning(cause):

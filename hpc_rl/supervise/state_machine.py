@@ -293,7 +293,9 @@ class AttemptMachine:
         if self.phase is Phase.DRAINING:
             found = UnitExit(failure_policy.KILLED, "it could not be killed")
             return self._end_all(now, self._finish_drain(found))
-        return self._over("; left behind: " + ", ".join(slot.name for slot in self._list_running()))
+        return self._over(
+            "; these processes could not be ended: " + ", ".join(slot.name for slot in self._list_running())
+        )
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.state = SlotState.RUNNING
@@ -313,7 +315,7 @@ class AttemptMachine:
         if found.code == ExitCode.STOPPED and self._may_stop_for is not None:
             self.stop_cause = self._may_stop_for
             usual_reason, _ = STOPS[self._may_stop_for]
-            found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
+            found = UnitExit(found.code, f"{usual_reason}: no rollout would finish in time")
         follows = failure_policy.decide_after_leader(
             self._leading_role, found, self.mode, self.failures, self.retries
         )

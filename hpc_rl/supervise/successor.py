@@ -49,7 +49,7 @@ def submit_successor(
     spec = JobSpec(name, script, tag, (job_id, str(restart), *arguments), options)
     found = scheduler.find(spec)  # of a start of this job that died before it wrote the record
     if found:
-        logger.warning("job %s has a successor already, job %s, which is used", job_id, found)
+        logger.warning("job %s already has a successor, job %s, so no other is submitted", job_id, found)
     new = found or scheduler.submit(spec)
     made = SuccessorRecord(job_id=new, after=after, time=time.time())
     if not create_exclusive(record, json.dumps(made.to_json()) + "\n"):

@@ -51,7 +51,7 @@ def tolerate_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.error("%s: %s", doing, error)
+        logger.error("%s failed, and the supervisor continues: %s", doing, error)
 
 
 def obey_signals(request: Callable[[StopCause], None]) -> None:
@@ -216,7 +216,7 @@ class UnitLoop(ABC):
                     self.handles[key][0].kill()
                 case state_machine.DumpStacks(key, hangs) if key in self.handles:
                     handle, _ = self.handles[key]
-                    with tolerate_errors("asking for stacks"):
+                    with tolerate_errors("requesting stack traces"):
                         handle.dump_stacks() if hangs else handle.send(STACKS)
                 case state_machine.Avoid(nodes, reason, trouble):
                     self._avoid(nodes, reason, trouble)
@@ -294,7 +294,7 @@ class UnitLoop(ABC):
         except OSError as error:
             self._failed_starts.append((key, incarnation, failure_policy.start_failure(error)))
             return
-        with tolerate_errors("recording processes"):
+        with tolerate_errors("recording the started processes"):
             for record in handle.children:  # roles write theirs only after loading
                 path = self.attempt.process_record(*key, incarnation, record.rank, by_client=True)
                 write_json(path, record.to_json())
@@ -311,7 +311,7 @@ class UnitLoop(ABC):
         """Classify the exit of all processes of an incarnation, and act on it."""
         handle, _ = self.handles.pop(key)
         self.hangs.forget(key)
-        with tolerate_errors("ending its lease"):
+        with tolerate_errors("ending the heartbeat of an exited process"):
             self._end_lease(self.machine.slots[key].unit, incarnation)
         with tolerate_errors("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # drops NFS's cache of absent names
@@ -335,7 +335,7 @@ class UnitLoop(ABC):
         # If this fails, the next start may get these nodes, and will report them again.
         details = {"nodes": list(nodes), "trouble": trouble, "reason": reason}
         self.write_event(EventKind.BAD_NODES, details)
-        with tolerate_errors("recording bad nodes"):
+        with tolerate_errors("recording nodes to avoid"):
             hours = self.rules.avoid_hours
             bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), hours, trouble)
         self.update_exclude_file()

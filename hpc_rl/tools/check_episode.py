@@ -104,7 +104,7 @@ def find_first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
             ids = ids[-most:]
         if ids and (most is None or len(ids) <= most):
             return Prompt(0, number, row, ids)
-    why = "has no row among the first ones that gives a prompt within max_length"
+    why = "has no prompt of at most train_dataset.max_length tokens in its first rows"
     raise ConfigError(Refusal(option="train_dataset.path", value=dataset.path, kind=Kind.FILE, why=why))
 
 

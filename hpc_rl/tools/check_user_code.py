@@ -146,7 +146,7 @@ def _check_algorithm(config: GRPOConfig, option: str) -> Iterator[Attempt | Refu
     except ConfigError as error:
         yield from error.refusals
     except Exception as error:  # raised by the user's functions
-        why = f"raises {_describe_error(error)} for made-up rows: the job may fail there"
+        why = f"raises {_describe_error(error)} when it is tried with made-up rows: the job may fail there"
         yield make_note(option, why, Kind.FILE, value=name, is_warning=True)
 
 

@@ -55,7 +55,7 @@ class OutputChecks:
         if odd := [one for one in rows if type(one) is not int or not 0 <= one < num_rows]:
             self._refuse(f"{function} returned a list with {odd[0]!r}, {expected}")
         if len({*rows}) < len(rows):
-            self._refuse(f"{function} returned a number twice, {expected}")
+            self._refuse(f"{function} returned a row number twice, {expected}")
         return rows
 
     def check_loss(self, loss: Any, tokens: TokenBatch) -> Loss:

@@ -66,7 +66,7 @@ def make_options(algorithm: Algorithm, config: GRPOConfig, option: str = OPTION)
     try:
         return algorithm.options(**values)
     except (TypeError, ValueError) as error:
-        why = f": {actor.algorithm} can't use them: {error}"
+        why = f": {actor.algorithm} does not accept these options: {error}"
         raise ConfigError(
             Refusal(option=f"{option}_args", kind=Kind.CONFLICT, why=why, related=(option,))
         ) from error
@@ -84,7 +84,7 @@ def _convert_args(options: Any, actor: PPOActorConfig, option: str) -> dict[str,
     try:
         hints = list_hints(options)
     except NameError as error:
-        why = f": the types of {options.__name__} of {actor.algorithm} can't be resolved: {error}"
+        why = f": a type hint in {options.__name__} of {actor.algorithm} can't be resolved: {error}"
         raise ConfigError(
             Refusal(option=f"{option}_args", kind=Kind.FILE, why=why, related=(option,))
         ) from error

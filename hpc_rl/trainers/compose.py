@@ -193,7 +193,7 @@ def _load_encoded(
         made = start.copies.make_once(key, ".npz", lambda path: save_encoded(path, load(dataset, tokenizer)))
         return load_encoded(made)
     except OSError as error:
-        form = "this rank encodes dataset %s itself, because it can't use the copy of its node: %s"
+        form = "this rank tokenizes dataset %s itself, because it can't use the node's shared tokens: %s"
         logger.warning(form, dataset.path, error)
         return load(dataset, tokenizer)
 

@@ -286,7 +286,8 @@ class Exports:
         try:
             write_json(path, (self.record("final") or {}) | {"not_saved": problem})
         except OSError as error:  # for example, the disk is still full
-            logger.error("%s can't be marked as not saved: %s", path, error)
+            form = "can't record in %s that the last checkpoint is missing; the export is complete: %s"
+            logger.error(form, path, error)
 
     def _write(
         self, folder: Path, step: int, extra: Mapping[str, Any] | None = None, patient: bool = True
@@ -309,7 +310,8 @@ class Exports:
                 build_model(temporary, self.trial.weights, load_chain(self.trial.weights, version))
             except Damaged as error:
                 shutil.rmtree(temporary, ignore_errors=True)
-                logger.error("EXPORT FAILED: the weights of step %d can't be rebuilt: %s", step, error)
+                form = "EXPORT FAILED: the weights of step %d can't be rebuilt; the trial continues: %s"
+                logger.error(form, step, error)
                 return
             for path in temporary.iterdir():
                 fsync_file(path)

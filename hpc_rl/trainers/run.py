@@ -217,7 +217,7 @@ class Run(TrainerContext):
             return True
         numbers, step, version = {}, -1, ""
         if found is not None and found.problem:
-            form = "THE EVALUATION OF STEP %d IS LOST, because no server can load its weights: %s"
+            form = "THE EVALUATION OF STEP %d IS LOST: no server can load its weights; training continues: %s"
             logger.error(form, found.evaluation.step, found.problem)
         elif found is not None:
             step, version = found.evaluation.step, found.evaluation.version
@@ -240,7 +240,8 @@ class Run(TrainerContext):
         done = self._wait_for_evaluations(recipe, limit_s)
         if done or self.ranks.any(self.stopping.is_set()):
             return done
-        self._log_info("the trial ends without its last evaluation, after evaluator.end_wait_s %d", limit_s)
+        form = "the trial ends without its last evaluation, which took more than %d s (evaluator.end_wait_s)"
+        self._log_info(form, limit_s)
         return True
 
     def _wait_for_evaluations(self, recipe: Any, limit_s: float) -> bool:

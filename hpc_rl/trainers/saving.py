@@ -170,9 +170,8 @@ class Saving:
                 f"another trainer rank could not save checkpoint {job.commit.step}; its log has the reason"
             )
         mine = isinstance(error, OSError)
-        problem = (
-            str(error) if mine else "another trainer rank could not write its part; its log has the reason"
-        )
+        failed = "another trainer rank could not write its part of the checkpoint; its log has the reason"
+        problem = str(error) if mine else failed
         self._report_failure(job.commit.step, problem, mine)
 
     def _report_failure(self, step: int, problem: str, mine: bool = True) -> None:

@@ -117,7 +117,8 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engines: Sequence[E
                     engine.load(folder, manifest["num_ranks"], files)
                 else:
                     engine.initialize(engine.num_train_steps)
-                    logger.info("checkpoint %d has no %s, which starts afresh", begun["step"], engine.name)
+                    form = "checkpoint %d has no state of model %s, which starts from its initial weights"
+                    logger.info(form, begun["step"], engine.name)
             _check_counters(engines, manifest)
         except Damaged as error:
             problem = str(error)

@@ -99,7 +99,8 @@ def check_import_step(trial: Trial, step: int) -> None:
         advice = "Import into another trial, or set actor.path of a new one to the folder."
     if sound and sound[0] >= step:
         raise TrialStateError(
-            f"{trial} has checkpoint {sound[0]}, which a recover would take instead of step {step}. {advice}"
+            f"{trial} has checkpoint {sound[0]}, from which `hpc-rl recover` would resume instead of step "
+            f"{step}. {advice}"
         )
     assert last is not None  # without batches, only a checkpoint can be in the way
     kept = f"only contains batches {gone + 1} to {last}"

@@ -58,7 +58,7 @@ def _check_dataset(
         try:
             lengths.append(_count_tokens(trainer, tokenizer, row))
         except (ConfigError, UnicodeError, TypeError, ValueError) as error:
-            yield _refuse(name, dataset, f"row {number} can't be encoded: {error}")
+            yield _refuse(name, dataset, f": row {number} can't be encoded: {error}")
             return
     sets = config.evaluator.sets_column
     if name == "valid_dataset" and sets and not any(sets in row for row in rows):

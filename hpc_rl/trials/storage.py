@@ -32,7 +32,7 @@ def find_write_problem(path: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=PROBE_PREFIX, dir=there) as folder:
             Path(folder, "probe").write_bytes(b"x")
     except OSError as error:
-        return f"nothing can be made in {there}: {error.strerror or error}"
+        return f"no file can be created in {there}: {error.strerror or error}"
     return ""
 
 

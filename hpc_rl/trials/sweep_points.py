@@ -75,7 +75,7 @@ def pair_values(varied: Mapping[str, Sequence[str]]) -> list[Point]:
     counts = {name: len(values) for name, values in varied.items()}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} has {count}" for name, count in counts.items())
-        raise ConfigError(f"--zip needs as many values of each option: {told}.")
+        raise ConfigError(f"--zip needs the same number of values for each option: {told}.")
     return [dict(zip(varied, values, strict=True)) for values in zip(*varied.values(), strict=True)]
 
 

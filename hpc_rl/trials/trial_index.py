@@ -59,7 +59,8 @@ def record_trial(trial: Trial) -> bool:
         find_directory().mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(entry.file, entry.to_json())
     except OSError as error:
-        logger.warning("the trial can't be entered in the index of trials (%s): name it by its path", error)
+        form = "the trial can't be added to the index of trials (%s): name the trial by its path in commands"
+        logger.warning(form, error)
         return False
     return True
 

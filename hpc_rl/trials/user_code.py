@@ -275,7 +275,7 @@ def _explain_unfinished(
         limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
         why = f"takes more than {limit}{place}: the job would reject each such prompt"
         return refuse(why=why, related=("rollout.reward_timeout_s",))
-    why = f"was not tried to its end, because it took more than {START_S:g} s{place}"
+    why = f"was not checked completely, because it took more than {START_S:g} s{place}"
     return refuse(why=why, is_note=True)
 
 

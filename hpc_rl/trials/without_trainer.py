@@ -43,7 +43,9 @@ def load_for_trial(sources: ConfigSources, purpose: str, parent: Trial, step: in
             f"trial {parent} has its own configuration: give options (--a.b VALUE) in place of files."
         )
     if not isinstance(from_dict(load_object(parent.config_json)), GRPOConfig):
-        raise TrialStateError(f"trial {parent} has no servers: export its model, and name that folder.")
+        raise TrialStateError(
+            f"trial {parent} has no generation servers: export its model, and give that folder."
+        )
     own = [f"purpose={purpose}", "environments=null", "actor.init_from_scratch=false", "actor.use_lora=false"]
     own += ["launcher.slurm.layout=allocation", "recover.mode=auto"]
     own += [f"trial_name={parent.name}-{purpose}-{step}"]

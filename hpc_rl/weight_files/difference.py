@@ -131,11 +131,13 @@ def apply_changes(rectangle: Rectangle, changes: Changes, whole: np.ndarray) -> 
     """
     positions = changes.positions()
     if len(changes.gaps) != len(changes.values) or changes.values.dtype != rectangle.word:
-        counts = f"{len(changes.gaps)} gaps, {len(changes.values)} values of {changes.values.dtype}"
-        raise ValueError(f"the changes of tensor {rectangle.name} do not fit it: {counts}")
+        counts = f"{len(changes.gaps)} positions and {len(changes.values)} values of {changes.values.dtype}"
+        raise ValueError(
+            f"the changes have {counts}; allowed: one value of type {rectangle.word} for each position"
+        )
     if len(positions) and positions[-1] >= rectangle.num_values:
-        at = f"position {positions[-1]} of {rectangle.num_values} values"
-        raise ValueError(f"a change of tensor {rectangle.name} is at {at}, which does not exist")
+        last = rectangle.num_values - 1
+        raise ValueError(f"a changed value is at position {positions[-1]}, allowed: 0 to {last}")
     whole[rectangle.positions_in_whole(positions)] = changes.values
 
 

@@ -75,7 +75,12 @@ class ModelFile:
         """Return the values of the rectangle's tensor, flat, as a view. Raises Damaged."""
         place = self.places.get(rectangle.name)
         if place is None or (place.dtype, place.shape) != (rectangle.dtype, rectangle.whole_shape):
-            raise Damaged(f"tensor {rectangle.name} is {place} in the copy, and {rectangle} as published")
+            found = f"{place.dtype} of shape {list(place.shape)}" if place else "missing"
+            expected = f"{rectangle.dtype} of shape {list(rectangle.whole_shape)}"
+            raise Damaged(
+                f"tensor {rectangle.name} is {found} in this node's copy of the weights, but {expected} in the "
+                "published ones"
+            )
         return self._bytes[place.begin : place.end].view(rectangle.word)
 
     def apply(self, folder: Path, chain: Sequence[VersionIndex]) -> None:
@@ -185,7 +190,9 @@ class ModelCopy:
             if at == version:
                 return 0
             if at is not None and at > version:
-                raise ValueError(f"the copy on this node has version {at}, which is newer than {version}")
+                raise ValueError(
+                    f"the node's copy of the weights has version {at}, which is newer than {version}"
+                )
             chain = load_chain(self.versions, version, at)
             self._state.unlink(missing_ok=True)
             if chain[0].base is not None:
@@ -215,7 +222,7 @@ class ModelCopy:
         """
         with self._lock(fcntl.LOCK_SH):
             if (at := self.find_version()) != version:
-                raise ValueError(f"the copy on this node has version {at}, not {version}")
+                raise ValueError(f"the node's copy of the weights has version {at}, not {version}")
             yield self.model
 
     @contextlib.contextmanager

@@ -65,7 +65,7 @@ class StoredRectangle:
             else:
                 apply_changes(self.rectangle, self.changes, whole)
         except ValueError as error:
-            raise Damaged(f"stored values do not fit tensor {self.rectangle.name}: {error}") from error
+            raise Damaged(f"the stored values do not fit tensor {self.rectangle.name}: {error}") from error
         if digest(view) != self.xxh3:
             part = f"tensor {self.rectangle.name} (part at {list(self.rectangle.offset)})"
             raise Damaged(f"{part} differs from the published one: its checksum is another")
@@ -154,9 +154,7 @@ def _load_metadata(
         described = json.loads(header.pop("__metadata__")["version"])
         if (described["format"], described["rank"]) != (FORMAT, rank):
             came = f"rank {described['rank']} in format {described['format']}"
-            raise Damaged(
-                f"{path} is the file of {came}, but the one of rank {rank} in format {FORMAT} belongs there"
-            )
+            raise Damaged(f"{path} is from trainer {came}, expected: rank {rank} in format {FORMAT}")
         return begin, header, [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path} is not a file of published weights: {error!r}") from error
@@ -184,7 +182,9 @@ def _parse_rectangle(record: dict[str, Any]) -> Rectangle:
     if min(rectangle.offset, default=0) < 0 or any(
         end > size for end, size in zip(ends, rectangle.whole_shape, strict=True)
     ):
-        raise ValueError(f"the part of tensor {rectangle.name} in the file exceeds the tensor: {rectangle}")
+        part = f"offset {list(rectangle.offset)}, shape {list(rectangle.shape)}"
+        whole = list(rectangle.whole_shape)
+        raise ValueError(f"a part of tensor {rectangle.name} ({part}) exceeds its shape {whole}")
     return rectangle
 
 

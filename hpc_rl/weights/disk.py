@@ -102,7 +102,8 @@ class History:
         try:
             removed, _ = self._remove(list_needed, older_than=current)
         except OSError as error:  # nothing may go that could not be read; the next publication tries again
-            logger.warning("old published weights in %s can't be removed yet: %s", self.trial.weights, error)
+            form = "old published weights in %s can't be removed yet; the next publication tries again: %s"
+            logger.warning(form, self.trial.weights, error)
             return []
         return removed
 

@@ -100,7 +100,7 @@ class DiskTransport:
                     f"another trainer rank could not publish weights {job.version}; its log has the reason"
                 )
             if again and not pending and not stops:
-                form = "weights %s are published again, with all values: a server can't apply the changes"
+                form = "weights %s are published again, with all values: a server can't apply only changes"
                 logger.warning(form, job.version)
                 self._begin(job.version, whole=True)
                 job = self._job
@@ -113,7 +113,10 @@ class DiskTransport:
 
     def close(self) -> None:
         if self._job is not None and not self._job.ended.wait(CLOSE_TIMEOUT_S):
-            logger.warning("the trainer stops before weights %s are published everywhere", self._job.version)
+            form = (
+                "the trainer stops before all servers have weights %s; the next start publishes weights again"
+            )
+            logger.warning(form, self._job.version)
 
     def _begin(self, version: WeightVersion, whole: bool) -> None:
         job = self._job = Publication(version, whole)

@@ -73,7 +73,7 @@ class HeldServers:
             for key, error in failed.items():
                 if not isinstance(error, HpcRlError):
                     raise error
-                form = "%s can't load weights %s for an evaluation: %s"
+                form = "%s can't load weights %s and does not take part in their evaluation: %s"
                 logger.warning(form, keys.describe_server(key), label, error)
             self.keys = frozenset(targets) - failed.keys()
             damage = [str(error) for error in failed.values() if isinstance(error, Damaged)]
@@ -103,7 +103,8 @@ class HeldServers:
         elif self._lost_since is None:
             self._lost_since = time.monotonic()
         elif time.monotonic() - self._lost_since > LOST_S:
-            logger.warning("the servers that evaluate weights %s are lost: others load them", self.label)
+            form = "the servers that evaluate weights %s are lost; other servers load these weights"
+            logger.warning(form, self.label)
             self.keys, self._lost_since = frozenset(), None
 
     async def release(self, leases: Mapping[str, LeaseView], connect: Connect) -> None:

@@ -84,7 +84,8 @@ class LendingPublisher(Publisher):
         try:
             state = await self._client(seen.value["url"]).resume_memory()
         except HpcRlError as error:
-            logger.info("%s does not resume yet: %s", keys.describe_server(seen.key), error)
+            form = "%s can't resume generation yet; the trainer tries again: %s"
+            logger.info(form, keys.describe_server(seen.key), error)
         else:
             if state == "serving":
                 self._resumed.add((seen.key, seen.epoch))

@@ -90,7 +90,7 @@ class ProcessGroups:
         for key, member in list(self._members.items()):
             seen = leases.get(key)
             if seen is None or not seen.alive or seen.epoch != member.epoch:
-                self._drop(key, "is gone")
+                self._drop(key, "lost this server")
         for key, seen in leases.items():
             ready = seen.alive and seen.value.get("receiver") and seen.value.get("state") not in busy
             epoch, at = self._rejoin_at.get(key, (-1, 0.0))
@@ -122,7 +122,7 @@ class ProcessGroups:
         """Drop a server's group for a while: it loads from files."""
         if self._members.get(member.key) is member:
             self._rejoin_at[member.key] = (member.epoch, time.monotonic() + REJOIN_S)
-            self._drop(member.key, f"gets weights from files for a while: {problem}")
+            self._drop(member.key, f"failed, and the server loads weights from files for a while: {problem}")
 
     def copy_to_gpu(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy of a bucket on the trainer's GPU; does not wait for training."""
@@ -144,7 +144,9 @@ class ProcessGroups:
                 await asyncio.gather(*leaving, return_exceptions=True)
 
     def _drop(self, key: str, why: str) -> None:
-        logger.info("the process group with %s is closed, because it %s", keys.describe_server(key), why)
+        logger.info(
+            "the process group with %s is closed, because the group %s", keys.describe_server(key), why
+        )
         self._members.pop(key).group.close()
 
     async def _join(self, key: str, seen: LeaseView, client: HttpServerClient) -> None:

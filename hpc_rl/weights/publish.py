@@ -132,7 +132,7 @@ class Publisher:
         while True:
             if not path.is_dir():
                 raise RoleFailed(
-                    f"the files of weights {label} in {path} are missing, and no server has them yet"
+                    f"the files of weights {label} in {path} are missing, and no server has loaded them yet"
                 )
             targets = self._targets()
             result = Published(needs_whole=any(_lacks_files(seen) for seen in self._leases.values()))
@@ -223,7 +223,9 @@ class Publisher:
             self._left_out.pop(key, None)
         for key, problem in result.failed.items():
             if key not in self._left_out:
-                form = "%s could not load weights %s; it gets no newer ones until it has loaded these: %s"
+                form = (
+                    "%s could not load weights %s; it gets newer weights only if no other server is left: %s"
+                )
                 logger.warning(form, keys.describe_server(key), label, problem)
             self._left_out[key] = (targets[key].epoch, label)
 
@@ -254,7 +256,7 @@ class Publisher:
             if version == label:
                 result.acknowledged.append(key)
             else:
-                result.failed[key] = f"reports {version!r} after the update"
+                result.failed[key] = f"reports weights version {version!r} after the update"
 
     def _client(self, url: str) -> HttpServerClient:
         if self._session is None:

@@ -117,7 +117,7 @@ def test_an_export_of_damage_fails_and_names_the_file(trial, tmp_path, capfd):
 def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, capfd):
     source = trial.exports / "final"
     assert main(["checkpoint", "import", str(trial.dir), str(source)]) == ExitCode.FAILED
-    assert "checkpoint 4, which a recover would take instead" in capfd.readouterr().err
+    assert "checkpoint 4, from which `hpc-rl recover` would resume instead" in capfd.readouterr().err
     fresh = Trial(tmp_path / "fresh")
     fresh.make_dirs()
     fresh.make_secret()

@@ -38,7 +38,7 @@ def known_jobs(cluster) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["cluster.fileroot=/proc/foo"], "nothing can be made in /proc"),
+        (["cluster.fileroot=/proc/foo"], "no file can be created in /proc"),
         (["allocation_mode=sglang:d1+fsdp:d1", "stats_logger.wandb.mode=offline"], "lacks"),
         (["--n_nodes", "9", "allocation_mode=embedded:d8+fsdp:d1"], "has 4 nodes; 9 were requested"),
     ],

@@ -81,7 +81,7 @@ def test_an_array_of_trials_resumes_after_a_preemption(cluster, folder, until, r
     first = trials[:max_running]
     until(lambda: all(load_history(trial).last_step == 3 for trial in first), 300)
     waiting = hpc_rl("status", trials[-1].name, cwd=folder).stdout
-    assert "pending" in waiting and "as many tasks of its array run as may run at once" in waiting
+    assert "pending" in waiting and "its job array already runs as many tasks as its limit allows" in waiting
     cluster.run("sbatch", *PREEMPTS)
     until(lambda: all(map(is_stopping, first)), 120)
     (folder / "go").touch()

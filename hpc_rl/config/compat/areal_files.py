@@ -67,7 +67,7 @@ def rename_supervised_model(
     is_supervised = "train_dataset.type" in given and given["train_dataset.type"].value in _SUPERVISED
     if not is_supervised or "actor" not in sections or sections.keys() & {"model", "gconfig", "rollout"}:
         return list(files), list(typed), []
-    why = f"is model, the section of trainer {given['train_dataset.type'].value}"
+    why = f"is read as section model, which trainer {given['train_dataset.type'].value} has instead"
     note = make_note("actor", why, origin=sections["actor"].origin)
     renamed = [{_rename_actor(name): _refer_to_model(item) for name, item in file.items()} for file in files]
     return renamed, [(_rename_actor(name), _refer_to_model(item)) for name, item in typed], [note]

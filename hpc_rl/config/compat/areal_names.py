@@ -52,7 +52,9 @@ _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 NAMES: dict[str, OtherName] = {
     # v0.3.0 to v0.3.2
     "{model}.mb_spec.max_tokens_per_gpu": OtherName("{model}.mb_spec.max_tokens_per_mb"),
-    "{model}.fsdp.ulysses_sp_size": OtherName(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
+    "{model}.fsdp.ulysses_sp_size": OtherName(
+        idle=(1,), why="allocation_mode has this size: c, as in fsdp:d2c4"
+    ),
     "checkpointer.freq_epochs": OtherName("recover.freq_epochs"),
     "checkpointer.freq_steps": OtherName("recover.freq_steps"),
     "checkpointer.freq_secs": OtherName("recover.freq_secs"),
@@ -106,13 +108,13 @@ NAMES: dict[str, OtherName] = {
     ),
     "gconfig.lora_name": _LORA_OF_SERVERS,
     "gconfig.use_beam_search": OtherName(
-        idle=(False,), why="completions are sampled; beam search is not built"
+        idle=(False,), why="hpc-rl samples completions and has no beam search"
     ),
     "gconfig.ignore_eos": OtherName(
         idle=(False,),
-        why="a completion ends at the end of sequence; gconfig.min_new_tokens gives a least length",
+        why="a completion ends at the EOS token; gconfig.min_new_tokens sets a minimum length",
     ),
-    "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="token ids are exchanged, not texts"),
+    "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="servers return token ids, not text"),
     **dict.fromkeys(
         ("ref.aent", "ref.rejection_sampling"),
         OtherName(idle=(ANY,), why="the reference model is not trained"),
@@ -128,7 +130,7 @@ NAMES: dict[str, OtherName] = {
         idle=("mean",), why="actor.rollout_correction takes the mean log ratio of a sequence"
     ),
     "actor.rejection_sampling": OtherName(
-        idle=(None,), why="without actor.use_decoupled_loss tokens have no weights"
+        idle=(None,), why="importance weights of tokens need actor.use_decoupled_loss"
     ),
     "vllm.model": OtherName(idle=(None, "", "${actor.path}"), why="servers have the weights of actor.path"),
     "vllm.skip_tokenizer_init": OtherName(idle=(ANY,), why=_TOKENS),
@@ -136,9 +138,9 @@ NAMES: dict[str, OtherName] = {
     "vllm.distributed_executor_backend": OtherName(
         idle=("mp",), why="set it as --distributed-executor-backend in vllm.extra_args"
     ),
-    "vllm.enable_sleep_mode": OtherName(idle=(ANY,), why="it is set if servers and trainer share GPUs"),
+    "vllm.enable_sleep_mode": OtherName(idle=(ANY,), why="hpc-rl sets it if servers and trainer share GPUs"),
     "vllm.disable_sliding_window": OtherName(
-        idle=(True, False), why="vLLM does it if a model needs it; else use vllm.extra_args"
+        idle=(True, False), why="vLLM disables it if a model needs that; to force it, use vllm.extra_args"
     ),
     "vllm.swap_space": OtherName(idle=(4,), why="vLLM removed this option; see vllm.cpu_offload_gb"),
     "vllm.max_seq_len_to_capture": OtherName(idle=(ANY,), why="vLLM removed this option"),
@@ -153,7 +155,7 @@ NAMES: dict[str, OtherName] = {
     **dict.fromkeys(
         CODE_OF_WORKFLOWS, OtherName(idle=(ANY,), why=f"{WORKFLOW} names the workflow, also of evaluations")
     ),
-    "memory_profiler": OtherName(idle=(None,), why="profiles of memory are not built"),
+    "memory_profiler": OtherName(idle=(None,), why="hpc-rl can't record memory profiles"),
     "model_path": OtherName(why="use actor.path"),
     "actor.behave_imp_weight_cap": OtherName("actor.behav_imp_weight_cap"),
     "rollout.use_lora": _LORA_OF_SERVERS,
@@ -167,23 +169,28 @@ NAMES: dict[str, OtherName] = {
     ),
     **dict.fromkeys(
         ("rollout.agent.mode", "rollout.openai.mode"),
-        OtherName(idle=("inline", "subproc"), why="an agent outside of the trial is an environment"),
+        OtherName(
+            idle=("inline", "subproc"),
+            why="an agent outside of the trial runs as an environment (section environments)",
+        ),
     ),
     **dict.fromkeys(
         ("rollout.admin_api_key", "rollout.provider_api_key"),
-        OtherName(idle=(ANY,), why="each trial makes its own tokens"),
+        OtherName(idle=(ANY,), why="each trial creates its own API keys"),
     ),
-    "rollout._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
+    "rollout._version": OtherName(idle=("v1",), why="hpc-rl does not have AReaL's service of version 2"),
     "rollout.api_url": OtherName(idle=(None,), why="the trial starts its servers; see allocation_mode"),
     "rollout.model": OtherName(idle=(ANY,), why="the servers of the trial have the model of actor.path"),
-    "rollout.poll_interval": OtherName(idle=(ANY,), why="answers are awaited, not polled"),
+    "rollout.poll_interval": OtherName(
+        idle=(ANY,), why="hpc-rl waits for the answers of servers and does not poll"
+    ),
     "rollout.routing_strategy": OtherName(idle=("round_robin",), why="use rollout.schedule_policy"),
     **dict.fromkeys(
         ("rollout.return_routed_experts", "sglang.enable_return_routed_experts"),
         OtherName(idle=(False,), why="the trainer routes tokens to experts itself"),
     ),
-    "{model}._version": OtherName(idle=("v1",), why="AReaL's service of version 2 is not built"),
-    "{model}.admin_api_key": OtherName(idle=(ANY,), why="each trial makes its own tokens"),
+    "{model}._version": OtherName(idle=("v1",), why="hpc-rl does not have AReaL's service of version 2"),
+    "{model}.admin_api_key": OtherName(idle=(ANY,), why="each trial creates its own API keys"),
     **dict.fromkeys(
         ("{model}.request_timeout", "{model}.setup_timeout"),
         OtherName(idle=(ANY,), why="a trainer that makes no progress is restarted; see recover.hang_min_s"),
@@ -191,15 +198,19 @@ NAMES: dict[str, OtherName] = {
     "{model}.log_level": OtherName(idle=(ANY,), why="each role writes one log"),
     "{model}.use_kernels": OtherName(idle=(ANY,), why="attn_impl chooses kernels; the losses are the same"),
     "{model}.enable_tree_training": OtherName(
-        idle=(ANY,), why="common beginnings of rows are computed once per row; the losses are the same"
+        idle=(ANY,), why="the common prefix of rows is computed for each row; the losses are the same"
     ),
-    "{model}.archon": OtherName(idle=(ANY,), why="the backend archon is fsdp or megatron here"),
+    "{model}.archon": OtherName(
+        idle=(ANY,), why="hpc-rl has no archon engine and trains with fsdp or megatron"
+    ),
     "{model}.archon.fp8_config": OtherName(idle=(ANY,), why=NO_FP8),
     "{model}.archon.fp8_config.mode": OtherName(idle=("disabled",), why=NO_FP8),
     "{model}.archon.offload_params": OtherName("{model}.fsdp.offload_params"),
     **dict.fromkeys(
         ("{model}.mb_spec.n_mbs_divisor", "{model}.mb_spec.packing_algorithm"),
-        OtherName(idle=(ANY,), why="micro-batches have one rule; the result does not depend on it"),
+        OtherName(
+            idle=(ANY,), why="hpc-rl has one way to cut micro-batches; the result does not depend on it"
+        ),
     ),
     **dict.fromkeys(
         ("{model}.megatron.bridge_type", "{model}.megatron.use_mbridge_save"),
@@ -210,11 +221,12 @@ NAMES: dict[str, OtherName] = {
     ),
     "{model}.fsdp.per_layer_optim_step": OtherName(idle=(False,), why="use optimizer.offload"),
     "{model}.fsdp.optim_step_prefetch_layers": OtherName(
-        idle=(ANY,), why="it is for per_layer_optim_step, which is not built"
+        idle=(ANY,), why="it is for per_layer_optim_step, which hpc-rl does not have"
     ),
     "{model}.fsdp.shard_vision_across_sp": OtherName(idle=(ANY,), why="only models of text are trained"),
     **dict.fromkeys(
-        ("critic.temperature", "model.temperature"), OtherName(idle=(ANY,), why="only the policy samples")
+        ("critic.temperature", "model.temperature"),
+        OtherName(idle=(ANY,), why="only the policy generates completions"),
     ),
     **dict.fromkeys(
         (

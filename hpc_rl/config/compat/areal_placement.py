@@ -126,7 +126,7 @@ def _take_backends(
     whole = given.get(OPTION)
     if not items:
         if is_colocated and OPTION not in chosen and "|" not in str(whole.value if whole else ""):
-            why = f"colocates both: give {OPTION} with '|' for it"
+            why = f"puts servers and trainer on the same GPUs: set {OPTION} with '|', as sglang:d4|fsdp:d4"
             done.refusals.append(
                 Refusal(
                     option=f"{SERVERS}.scheduling_strategy", kind=Kind.CONFLICT, why=why, related=(OPTION,)
@@ -146,19 +146,19 @@ def _take_backends(
         # The servers of a teacher are not in this allocation, so its backend stays.
         found = {name: item for name, item in given.items() if name not in items or name == teacher}
         if deciding:
-            done.idle[f"{OPTION} is set over the file"] += deciding
+            done.idle[f"{OPTION} overrides the file"] += deciding
         if mesh is not None and mesh.train is not None and whole is not None and not whole.value:
             found[engine] = dataclasses.replace(items[engine], value=mesh.train.backend, text=None)
         return found
     if whole is not None and whole.value:
-        why = f"can't be used with {', '.join(deciding)}, which set the same"
+        why = f"can't be used with {', '.join(deciding)}, because each assigns the GPUs"
         done.refusals.append(_refuse(OPTION, whole, Kind.CONFLICT, why, "remove one", tuple(deciding)))
         return found
     needed = [engine] if trained == "model" else [servers, engine]
     if (purpose := given.get("purpose")) is not None and purpose.value not in (None, "train"):
         needed = [servers]
     if missing := [name for name in needed if name not in items]:
-        why = f"is missing: {deciding[0]} and this option together are {OPTION}"
+        why = f"is missing: {deciding[0]} and this option together make {OPTION}"
         done.refusals.append(Refusal(option=missing[0], kind=Kind.MISSING, why=why, related=tuple(deciding)))
     elif all(parsed.values()):
         pools = _make_pools(parsed[servers], parsed.get(teacher)) if servers in needed else ()
@@ -186,7 +186,7 @@ def _leave_gpus_idle(
     needed = sum(units[:1] if allocation.colocate else units)  # type: ignore[arg-type]
     if isinstance(per_node.value, int) and 0 < needed < per_node.value:
         found[option] = add_origin(needed, per_node.origin)
-        why = f"is {needed}, not {per_node.shown}: {allocation} needs no more"
+        why = f"is {needed}, not {per_node.shown}, because {allocation} needs no more GPUs"
         done.notes.append(make_note(option, why, related=(OPTION,)))
 
 
@@ -276,7 +276,7 @@ def _take_specs(given: Settings, trained: str, done: RenamedSettings) -> Setting
         if name not in items or items[name].value is None:
             continue
         if other not in items or items[name].to_plain() != items[other].to_plain():
-            why = f"must equal {other}, whose options it has here"
+            why = f"must equal {other}, because hpc-rl has one set of options for the two"
             done.refusals.append(_refuse(name, items[name], Kind.CONFLICT, why, "remove it", (other,)))
     for name in names[:2]:
         if name in items:
@@ -325,9 +325,9 @@ def _add_launcher(
 ) -> None:
     """Set one option of `launcher`, unless it is given."""
     if to in given:
-        done.idle["the option of launcher is set"].append(name)
+        done.idle["the option of section launcher that replaces it is set"].append(name)
     elif to in found and found[to].to_plain() != item.to_plain():
-        why = f"must be as for the trainer, {found[to].shown}: {to} is for all roles"
+        why = f"must have the trainer's value, {found[to].shown}, because {to} applies to all roles"
         done.refusals.append(_refuse(name, item, Kind.CONFLICT, why, related=(to,)))
     elif to not in found:
         found[to] = item

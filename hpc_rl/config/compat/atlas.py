@@ -390,7 +390,8 @@ class _Translator:
                 self.refuse(name, item, Kind.VALUE, f"{item.to_plain()} can't be used: {error}")
             return None
         if not self.wants_vllm() or self.model != "actor":
-            why = "this trainer generates nothing" if self.model != "actor" else "vLLM is not asked for"
+            is_off = "neither use_vllm nor use_vllm_server is true"
+            why = "this trainer generates no completions" if self.model != "actor" else is_off
             self.note(name, item, f"has no effect here: {why}", Kind.NO_EFFECT)
             return None
         mode = self.given.get("allocation_mode")
@@ -399,11 +400,12 @@ class _Translator:
             return None
         if self.trainer == "teacher":
             use = "allocation_mode=vllm:dN+vllm[student]:dM+fsdp:d*"
-            self.refuse(name, item, Kind.CONFLICT, f"a teacher trial has two pools of servers; use {use}")
+            why = f"can't be used, because a teacher trial has two pools of servers; use {use}"
+            self.refuse(name, item, Kind.CONFLICT, why)
             return None
         engine = self.get_value("actor.backend") or "fsdp"
         text = f"vllm:d{count}+{engine}:d*"
-        self.note(name, item, f": allocation_mode is {text}")
+        self.note(name, item, f"sets allocation_mode to {text}")
         return "allocation_mode", dataclasses.replace(
             item, value=text, text=text, origin=_describe_origin(item, name)
         )
@@ -420,11 +422,11 @@ class _Translator:
         where = f"allocation_mode {mode.to_plain()} ({mode.origin})"
         if servers is None or (servers.backend != "vllm" and value is True):
             generates = f"has {servers.backend} servers" if servers else "has no servers"
-            why = f"true, but {where} {generates}; {_VLLM}, or remove {name}"
+            why = f"is true, but {where} {generates}; {_VLLM}, or remove {name}"
             self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         elif name == "num_vllm_clients" and value not in (None, 1) and servers.d not in (None, value):
             agree = f"use vllm:d{value} in allocation_mode, or remove {name}"
-            why = f"{value}, but {where} has {servers.d} servers; {agree}"
+            why = f"is {value}, but {where} has {servers.d} servers; {agree}"
             self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         else:
             self.note(name, item, f"has no effect here: {where} sets it", Kind.NO_EFFECT, "allocation_mode")

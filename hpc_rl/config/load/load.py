@@ -121,7 +121,7 @@ def load(
     config, refusals = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=find_trainer(config))
     notes += [
-        make_note(name, f"is {item.value}, by {item.origin}")
+        make_note(name, f"is {item.value}, set by {item.origin}")
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
@@ -194,7 +194,7 @@ class _Deletions:
                 why = f"~{name}: nothing sets {name}, so there is nothing to delete"
                 use = "remove this argument, or correct the name"
             elif item.text is not None and wanted not in values:
-                why = f"~{name}={wanted}: {name} is {values[0]}"
+                why = f"~{name}={wanted} deletes nothing, because {name} is {values[0]}"
                 use = f"write ~{name} to delete any value"
             else:
                 continue
@@ -238,7 +238,7 @@ def _load_profile(
     if required:
         places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
         names = ", ".join(sorted(known)) or "none"
-        why = f"--cluster {name}: there is no such profile; {places} has {names}"
+        why = f"--cluster {name}: there is no such profile; the profiles in {places} are: {names}"
         raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, related=(option,)))
     if not isinstance(name, str) or name == "local":
         return [], []

@@ -75,7 +75,7 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
         if name not in list_hints(cls):
             near = find_nearest(name, list_hints(cls))
             hint = f"did you mean {prefix}{near}? " if near else ""
-            why = f"{hint}If another version of hpc-rl wrote it, use that version, or submit a new trial"
+            why = f"{hint}If another version of hpc-rl stored this, use that version, or submit a new trial"
             raise _refuse_stored(f"{prefix}{name}", Kind.UNKNOWN, why)
         section = find_section(list_hints(cls)[name])
         if section is not None and is_mapping(list_hints(cls)[name]):

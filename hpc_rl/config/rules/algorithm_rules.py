@@ -74,7 +74,8 @@ def check_entropy(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         yield Refusal(option=idle[0], kind=Kind.NO_EFFECT, why=why, related=(f"{name}.adaptive_coeff",))
     train = find_train(config)
     if aent.entropy_clamp and train is not None and train.t > 1:
-        option, why = f"{name}.entropy_clamp", "can't be used, because t divides the vocabulary among ranks"
+        option = f"{name}.entropy_clamp"
+        why = f"can't be used, because t{train.t} divides the vocabulary among ranks"
         use = "use t1 for the trainer in allocation_mode, or entropy_clamp 0"
         related = ("allocation_mode",)
         yield Refusal(
@@ -94,7 +95,7 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
         why = f"has no effect: algorithm {name} takes its options from section actor"
         yield Refusal(option=ARGS, kind=Kind.NO_EFFECT, why=why, use="remove it", related=(OPTION,))
     if config.critic is not None and name not in TAKE_CRITIC:
-        why = f"has no effect with {OPTION} {name}, which uses no values"
+        why = f"has no effect with {OPTION} {name}, which uses no value estimates"
         use = f"remove it, or use one of {', '.join(TAKE_CRITIC)}"
         yield Refusal(option="critic", kind=Kind.NO_EFFECT, why=why, use=use, related=(OPTION,))
     for section in row.needs:
@@ -118,7 +119,7 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
         yield make_idle_note(idle, f"{OPTION} {name} does not use it")
     if name == "max_rl" and (causes := _list_negative_rewards(config)):
         why = f"is for rewards of at least 0, and {', '.join(causes)} may make them negative: "
-        why += "a group whose mean is 0 or less teaches nothing"
+        why += "a group of samples whose mean reward is 0 or less teaches nothing"
         yield make_note(OPTION, why, Kind.CONFLICT, value=name, related=tuple(causes), is_warning=True)
 
 

@@ -105,7 +105,9 @@ RELATIONS: tuple[Relation, ...] = (
         f"{_SLURM}.backend", ("sbatch",), f"{_SLURM}.continue_by", ("successor",),
         "submitit requeues its job", "use backend sbatch, or continue_by requeue",
     ),
-    Relation(_LAYOUT, ("allocation",), _TYPE, ("local",), "it needs Slurm", "use slurm, or allocation"),
+    Relation(
+        _LAYOUT, ("allocation",), _TYPE, ("local",), "it needs Slurm", "use type slurm, or layout allocation"
+    ),
     Relation(
         f"{_SLURM}.switches", (None,), _LAYOUT, ("hetjob",), "Slurm counts switches per component",
         "remove it, or use another layout",
@@ -115,10 +117,10 @@ RELATIONS: tuple[Relation, ...] = (
         f"use {_SLURM}.time",
     ),
     Relation(
-        _START, ("srun",), _LAYOUT, ("hetjob",), "its steps name a component",
+        _START, ("srun",), _LAYOUT, ("hetjob",), "only srun can start steps in one component of the job",
         "use layout allocation or jobs, or trainer_start srun",
     ),
-    Relation(_SRUN_MPI, ("none",), _TYPE, ("local",), "it needs srun", "use slurm"),
+    Relation(_SRUN_MPI, ("none",), _TYPE, ("local",), "it needs srun", "use type slurm"),
     Relation(
         _SRUN_MPI, ("none",), _START, ("mpiexec",), "mpiexec starts the ranks", "use srun, or remove it",
         Kind.NO_EFFECT,
@@ -159,12 +161,12 @@ RELATIONS: tuple[Relation, ...] = (
         "set both, or use mem",
     ),
     Relation(
-        "actor.loss_aggregation", ("token_mean",), "actor.algorithm", ("areal",), "it is not AReaL's",
-        "use token_mean",
+        "actor.loss_aggregation", ("token_mean",), "actor.algorithm", ("areal",),
+        "AReaL averages over tokens", "use token_mean",
     ),
     Relation(
-        "model.label_smoothing", (0,), "model.loss_type", ("ipo",), "its loss has no such term", "remove it",
-        Kind.NO_EFFECT,
+        "model.label_smoothing", (0,), "model.loss_type", ("ipo",),
+        "the IPO loss has no label smoothing", "remove it", Kind.NO_EFFECT,
     ),
     *(
         Relation(
@@ -176,7 +178,8 @@ RELATIONS: tuple[Relation, ...] = (
     *(
         Relation(
             f"{model}.fsdp.offload_activations", (False,), f"{model}.gradient_checkpointing", (False,),
-            "it moves the inputs of layers, which are not kept", "set that, or remove it", Kind.NO_EFFECT,
+            "it moves the inputs that checkpointing keeps", "set gradient_checkpointing true, or remove it",
+            Kind.NO_EFFECT,
         )
         for model in _MODELS
     ),
@@ -190,7 +193,7 @@ RELATIONS: tuple[Relation, ...] = (
     *(
         Relation(
             f"{model}.fsdp.float32_head", (False,), f"{model}.use_lora", (True,),
-            "the frozen weights have the type `dtype`", "remove one of the two",
+            "LoRA freezes the head, and frozen weights have the type `dtype`", "remove one of the two",
         )
         for model in _MODELS
     ),
@@ -203,7 +206,7 @@ def _list_relations(model: str) -> Iterator[Relation]:
     granularity = f"{model}.megatron.recompute_granularity"
     yield Relation(
         f"{optimizer}.offload", (False,), f"{model}.fsdp.offload_params", (True,),
-        "that has the moments and updates in CPU memory as well", "remove it", Kind.NO_EFFECT,
+        "fsdp.offload_params keeps the optimizer state in CPU memory as well", "remove it", Kind.NO_EFFECT,
     )  # fmt: skip
     yield Relation(
         f"{optimizer}.min_lr_ratio", (0,), f"{optimizer}.lr_scheduler_type", ("constant",),
@@ -211,7 +214,7 @@ def _list_relations(model: str) -> Iterator[Relation]:
     )  # fmt: skip
     yield Relation(
         f"{ddp}.check_for_nan_in_grad", (False,), f"{model}.dtype", ("float16",),
-        "float16 gradients overflow until the loss scale is small, and it ends the trial then",
+        "float16 gradients overflow until the loss scale is small, and this check would end the trial",
         "remove it, or use dtype bfloat16",
     )  # fmt: skip
     needed = {
@@ -219,18 +222,18 @@ def _list_relations(model: str) -> Iterator[Relation]:
         "align_param_gather": ("overlap_param_gather",),
     }
     for option, other in ((option, other) for option, others in needed.items() for other in others):
-        use = f"set it, or remove {option}"
+        use = f"set {other} true, or remove {option}"
         yield Relation(f"{ddp}.{option}", (False,), f"{ddp}.{other}", (False,), "", use)
-    use = "set it, or remove bucket_size"
+    use = "set overlap_grad_reduce true, or remove bucket_size"
     yield Relation(f"{ddp}.bucket_size", (None,), f"{ddp}.overlap_grad_reduce", (False,), "", use)
     yield Relation(
         granularity, ("full", "selective"), f"{model}.gradient_checkpointing", (True,),
-        "it recomputes nothing", f"use {model}.gradient_checkpointing false",
+        "null recomputes nothing", f"use {model}.gradient_checkpointing false",
     )  # fmt: skip
     for option in ("recompute_method", "recompute_num_layers"):
-        why, use = "it is about whole layers", "remove it"
+        why, use = "this option is for whole layers", "remove it"
         yield Relation(f"{model}.megatron.{option}", (None,), granularity, ("selective",), why, use)
-    option, why = f"{model}.megatron.recompute_modules", "it is about parts of layers"
+    option, why = f"{model}.megatron.recompute_modules", "this option is for parts of layers"
     yield Relation(option, (None,), granularity, (None, "full"), why, "use selective, or remove it")
 
 

@@ -49,7 +49,7 @@ _PYXIS: _Reasons = {
     "--container-mounts": _MOUNT,
     "--container-workdir": (_CWD,),
     "--container-env": _ENV,
-    "--container-entrypoint": ("an entry point would read the role's input from the supervisor",),
+    "--container-entrypoint": ("an entry point would read the input that the supervisor sends to the role",),
 }
 
 

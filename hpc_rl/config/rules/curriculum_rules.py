@@ -32,7 +32,7 @@ def check_curriculum(config: GRPOConfig, explicit: Collection[str]) -> Iterator[
     ]
     for name in used if not has_own_prompts(config) else ():
         option = name if name == kind else f"train_dataset.{name}"
-        why = "has no effect: environments have the prompts"
+        why = "has no effect: the prompts come from the environments"
         related = ("environments.own_prompts",)
         yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=related)
 
@@ -45,7 +45,7 @@ def check_shares(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refu
         use = "their sum must be below 1"
         yield Refusal(option="train_dataset.mix", kind=Kind.VALUE, why=why, use=use)
     if "main" in mix:
-        why = "is the name of the rows of train_dataset.path"
+        why = "can't be used: main is the name of the rows of train_dataset.path"
         yield Refusal(option="train_dataset.mix.main", kind=Kind.VALUE, why=why, use="use another name")
 
 

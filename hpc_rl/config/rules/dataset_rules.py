@@ -188,7 +188,7 @@ def check_rows(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
                 folder = _find_tokenizer(config)
                 if (folder / "tokenizer.json").is_file() and not has_chat_template(folder):
                     hint = "add chat_template.jinja, or give prompts as texts"
-                    raise ConfigError(f"it is a chat, and {folder} has no chat template: {hint}.")
+                    raise ConfigError(f"the prompt is a chat, and {folder} has no chat template: {hint}.")
         except ConfigError as error:
             columns, hint = f"{section}.columns", _suggest_columns(section, dataset, kind, row)
             why = f": {error} {hint}".rstrip()
@@ -235,7 +235,7 @@ def check_agent_columns(config: Config, explicit: Collection[str]) -> Iterator[R
                 option="rollout.workflow_args",
                 kind=Kind.CONFLICT,
                 why=f": command has {{{missing[0]}}}, but not every row of {dataset.path} has this column",
-                use=f"they have {', '.join(list_columns(found)) or 'nothing'}",
+                use=f"the rows have {', '.join(list_columns(found)) or 'no columns'}",
                 related=(f"{section}.path",),
             )
 
@@ -257,7 +257,7 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
             yield refuse(
                 value=reward,
                 why=f"needs the column {' and '.join(missing)} in each row of {dataset.path}",
-                use=f"they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}",
+                use=f"its rows have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}",
                 related=(f"{section}.columns",),
             )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
@@ -280,7 +280,7 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
             use = f"write answers as texts, or set {section}.columns {{answer: COLUMN}} to another column"
             yield refuse(value=reward, why=f"would be 0 for every row, because {each}", use=use)
         elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
-            spaces = "begin or end with blanks, but completions are compared without those"
+            spaces = "begin or end with blanks, but completions are compared without blanks"
             yield refuse(
                 value=reward,
                 why=f"would be 0 for every row: the answers of {dataset.path} {spaces}",
@@ -328,6 +328,6 @@ def list_notes(config: Config) -> Iterator[Refusal]:
             and reward in ("exact_match", "contains")
             and all(_is_worked(row.get("answer")) for row in found)
         ):
-            whole = "is above 0 only for a completion with the whole column answer, working included"
-            why = f"{whole} ({section}); math_verify compares the results"
+            whole = "rewards only completions with the whole column answer, solution steps included"
+            why = f"{whole} ({section}); math_verify compares the results alone"
             yield make_note("rollout.reward_fn", why, value=reward)

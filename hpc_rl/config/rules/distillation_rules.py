@@ -55,7 +55,9 @@ def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
     name, option = find_teacher_pool(config), POOL
     if name is None:
         if ALGORITHMS[config.actor.algorithm].sampled_by == "teacher":
-            why = f"is the trained model's own pool: {config.actor.algorithm} trains on samples of another"
+            why = (
+                f"is the trained model's own pool: {config.actor.algorithm} trains on another model's samples"
+            )
             given = repr(config.distillation and config.distillation.pool)
             yield Refusal(option=option, value=given, kind=Kind.CONFLICT, why=why, use="name another pool")
         return
@@ -68,7 +70,9 @@ def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
         return
     if is_scoring_teacher(config, name):
         for given in list_given(config, explicit, tuple(f"pools.{name}.{one}" for one in _OF_ANSWERS)):
-            why = f"has no effect: {config.actor.algorithm} asks for log-probabilities, and it writes nothing"
+            why = (
+                f"has no effect: {config.actor.algorithm} asks this pool for log-probabilities, not for texts"
+            )
             related = (ALGORITHM,)
             yield Refusal(option=given, kind=Kind.NO_EFFECT, why=why, use="remove it", related=related)
     if name in list_reward_models(config):
@@ -77,7 +81,7 @@ def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
     url = f"pools.{name}.url"
     if pool.url and config.actor.algorithm == "sft_distill":
         if config.rollout.workflow != "single_turn":
-            why = f"can't be used with the endpoint {url}, which answers to the chat of a row"
+            why = f"can't be used with {url}: the endpoint answers the chat of each row once"
             workflow = "rollout.workflow"
             yield Refusal(
                 option=workflow,
@@ -88,7 +92,7 @@ def _check_pool(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
                 related=(url,),
             )
     elif pool.url and not pool.tokenizer_path:
-        why = f"is missing: it shows that the teacher at pools.{name}.url has the student's tokens"
+        why = f"is missing: hpc-rl compares the tokenizers of the student and of the teacher at {url}"
         use = "set it to a copy of the teacher's tokenizer"
         option = f"pools.{name}.tokenizer_path"
         yield Refusal(option=option, kind=Kind.MISSING, why=why, use=use, related=(url,))
@@ -99,7 +103,7 @@ def _check_credit(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     assert section is not None
     if name == "sft_distill":
         for option in list_given(config, explicit, tuple(f"{SECTION}.{one}" for one in _OF_CREDIT)):
-            why = "has no effect with sft_distill, which trains on the teacher's samples alike"
+            why = "has no effect with sft_distill, which gives all samples of the teacher the same weight"
             yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=(ALGORITHM,))
         return
     sampling = config.gconfig
@@ -120,7 +124,7 @@ def _check_credit(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         yield Refusal(option=column, kind=Kind.MISSING, why=why, use=use, related=(ALGORITHM,))
     yield from _check_top_k(config)
     if section.demonstration_column and "demonstration" not in list_names(section.demonstration_template):
-        why = "has no {demonstration}: write it where that belongs"
+        why = "must contain {demonstration}, in the place where that text belongs"
         yield Refusal(option=f"{SECTION}.demonstration_template", kind=Kind.VALUE, why=why)
 
 
@@ -135,7 +139,7 @@ def _check_top_k(config: GRPOConfig) -> Iterator[Refusal]:
         use = f"use 0, or pools.{name}.path and servers for it"
         yield Refusal(option=option, value=top_k, kind=Kind.UNSUPPORTED, why=why, use=use, related=(url,))
     elif top_k > _MOST_OF_VLLM and find_backend(config, name) == "vllm":
-        why = f"is more than vLLM's servers report: pool {name} has these"
+        why = f"is more than vLLM servers report, and pool {name} has vLLM servers"
         use = f"use at most {_MOST_OF_VLLM}, or sglang servers"
         related = ("allocation_mode",)
         yield Refusal(option=option, value=top_k, kind=Kind.UNSUPPORTED, why=why, use=use, related=related)
@@ -157,7 +161,7 @@ def check_demonstrations(config: Config, explicit: Collection[str]) -> Iterator[
                 own = column == section.demonstration_column
                 option = f"{SECTION}.demonstration_{'column' if own else 'template'}"
                 why = f"needs the column {column} in each row of {dataset.path}"
-                use = f"they have {', '.join(list_columns(rows))}"
+                use = f"the rows have {', '.join(list_columns(rows))}"
                 yield Refusal(option=option, value=column, kind=Kind.FILE, why=why, use=use)
 
 

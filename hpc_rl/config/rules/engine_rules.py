@@ -16,13 +16,13 @@ from hpc_rl.core.refusal import Kind, Refusal
 PARTS = ("core_attn", "layernorm", "mlp", "moe")  # the parts of a layer that can be recomputed alone
 _IN_PLACE = {  # option of another engine -> replacement with megatron
     "fsdp.wrap_policy": "layers are divided by t, p and e",
-    "fsdp.offload_params": "more ranks hold less each",
-    "fsdp.offload_activations": "t, c and p divide them",
+    "fsdp.offload_params": "to save GPU memory, use more ranks",
+    "fsdp.offload_activations": "t, c and p divide the activations among ranks",
     "fsdp.reshard_after_forward": "parameters are never gathered for a layer alone",
-    "fsdp.replicate_size": "megatron.ddp.use_distributed_optimizer false keeps whole moments on each rank",
+    "fsdp.replicate_size": "to replicate the state, set megatron.ddp.use_distributed_optimizer false",
     "fsdp.float32_head": "logits are float32, but the head's weights have the type `dtype`",
     "grad_reduce_dtype": "use megatron.ddp.grad_reduce_in_fp32",
-    "optimizer.offload": "use more data ranks, which share out the moments",
+    "optimizer.offload": "to save GPU memory, use more data ranks",
 }
 
 _MEGATRON_OPTIONS = [name for name, hint in list_options(MegatronConfig).items() if not find_section(hint)]

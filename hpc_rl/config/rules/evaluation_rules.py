@@ -25,9 +25,12 @@ def _find_reason_to_pause(config: GRPOConfig) -> tuple[str, str] | None:
     if not has_trainer(config):
         return None
     if config.allocation_mode and parse(config.allocation_mode).colocate:
-        return "servers and trainer use the same units in turn", "allocation_mode"
+        return "servers and trainer take turns on the same GPUs", "allocation_mode"
     if config.critic is not None and config.saver.keep_best is not None:
-        return "exports/best gets the critic too, which is not published", "saver.keep_best"
+        return (
+            "saver.keep_best also exports the critic, so training must wait for each evaluation",
+            "saver.keep_best",
+        )
     return None
 
 
@@ -45,7 +48,8 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     """Refuse options and servers without an effect."""
     evaluator, has_pool = config.evaluator, has_evaluation_pool(config)
     if has_pool and (evaluator.blocking or config.valid_dataset is None):
-        why = f"has servers for the pool {EVALUATION_POOL}, which evaluate valid_dataset beside training only"
+        needed = "evaluator.blocking false" if evaluator.blocking else "valid_dataset.path"
+        why = f"has servers for the pool {EVALUATION_POOL}, which need {needed}"
         yield Refusal(
             option="allocation_mode",
             value=config.allocation_mode,
@@ -75,7 +79,7 @@ def check_blocking(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
 def check_sets(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     if MAIN_SET in config.evaluator.sets:
         option = f"evaluator.sets.{MAIN_SET}"
-        why = f"has the name of the section {MAIN_SET}, whose set is evaluated too"
+        why = f"can't be used: {MAIN_SET} is the name of the set of section {MAIN_SET}"
         yield Refusal(option=option, kind=Kind.VALUE, why=why, use="rename the set")
 
 

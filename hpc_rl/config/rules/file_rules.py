@@ -92,7 +92,7 @@ def check_checkpoint(
         why = "is not a directory: it must be a Hugging Face checkpoint that all nodes see"
         yield refuse(why=why, use=hint.rstrip("; "))
     elif _load_settings(folder) is None and is_adapter(path):
-        use = "merge it with `hpc-rl checkpoint export --merge`; lora_path of a trained model continues it"
+        use = "merge it with `hpc-rl checkpoint export --merge`, or use it as lora_path of a trained model"
         yield refuse(why="has an adapter instead of a whole model", use=use)
     elif _load_settings(folder) is None:
         yield refuse(why="has no readable config.json: it must be a Hugging Face checkpoint")
@@ -279,7 +279,7 @@ def _check_reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator
     kinds = ", ".join(map(str, model.get("architectures") or ())) or model.get("model_type")
     use = "use an export of a trial of trainer rw, or another ...ForSequenceClassification with one label"
     if not _is_reward_model(model):
-        problem = "it gives a text no score"
+        problem = "it has no head that scores a text"
     elif num_labels != 1:
         problem = f"it has {num_labels} labels, and so no single score"
     else:

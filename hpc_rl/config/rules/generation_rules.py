@@ -196,7 +196,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     for section, engine in list_models(config) if has_trainer(config) else ():
         limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
         if limit and limit // together <= new:
-            times = f" for each of mb_spec.granularity {together}" if together > 1 else ""
+            times = f" in each of {together} sequences (mb_spec.granularity)" if together > 1 else ""
             yield Refusal(
                 option=f"{section}.mb_spec.max_tokens_per_mb",
                 value=limit,
@@ -266,7 +266,7 @@ def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterat
                 option="rollout.workflow_args",
                 kind=Kind.CONFLICT,
                 why=f": {name} can't be used: {takes}",
-                use=f"your own workflow may take any. {suggest_name(name, known)}".strip(),
+                use=f"your own workflow may take any argument. {suggest_name(name, known)}".strip(),
                 related=("rollout.workflow",),
             )
 

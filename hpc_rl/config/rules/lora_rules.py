@@ -189,7 +189,7 @@ def _check_rank(
             option=f"{section}.lora_rank",
             value=engine.lora_rank,
             kind=Kind.VALUE,
-            why=f"is more than the smallest width of the layers: {narrowest} is {list(layers[narrowest])}",
+            why=f"is more than the smallest width of the layers: {narrowest} has {list(layers[narrowest])}",
             use=f"use at most {width}, or other {section}.target_modules",
             related=(f"{section}.target_modules", f"{section}.path"),
         )
@@ -246,7 +246,9 @@ def _explain_tensors(
     }
     wanted = {*engine.target_modules}
     if wanted and adapters.ALL_LINEAR not in wanted and wanted != there:
-        return f"has the layers {', '.join(sorted(there))}, not {', '.join(sorted(wanted))}"
+        return (
+            f"has the layers {', '.join(sorted(there))}, and target_modules has {', '.join(sorted(wanted))}"
+        )
     return ""
 
 

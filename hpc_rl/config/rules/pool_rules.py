@@ -63,7 +63,7 @@ def _refuse_idle(option: str, why: str, *related: str) -> Refusal:
 def _check_endpoint(name: str, pool: PoolConfig, asks_tokens: bool) -> Iterator[Refusal]:
     for option in _OF_SERVERS:
         if getattr(pool, option) and not (option == "tokenizer_path" and asks_tokens):
-            why = f"has no effect with {name}.url, because the trial does not start those servers"
+            why = f"has no effect with {name}.url, because the trial does not start the servers of a URL"
             yield _refuse_idle(f"{name}.{option}", why, f"{name}.url")
     if not re.fullmatch(_URL, pool.url):
         use = "allowed: a URL such as http://host:8000/v1, without ? or #"
@@ -157,7 +157,7 @@ def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
 def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse wrong or useless options of pools whose model scores completions."""
     for name in list_reward_models(config):
-        pool, asks = f"pools.{name}", f": rollout.reward_fn {name} asks it for scores"
+        pool, asks = f"pools.{name}", f": rollout.reward_fn {name} asks this pool for scores"
         if config.pools[name].url:
             yield Refusal(
                 option=f"{pool}.url",
@@ -170,12 +170,12 @@ def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             yield Refusal(
                 option=pool,
                 kind=Kind.CONFLICT,
-                why=f"{asks}, but the workflow or the judge asks it for answers",
-                use="make a second pool for one of them",
+                why=f"{asks}, but the workflow or the judge asks for answers",
+                use="make a second pool for the answers",
                 related=("rollout.reward_fn",),
             )
         for option in list_given(config, explicit, tuple(f"{pool}.{one}" for one in _OF_ANSWERS)):
-            why = f"has no effect{asks}, and it writes nothing"
+            why = f"has no effect{asks}, not for texts"
             yield _refuse_idle(option, why, "rollout.reward_fn")
 
 

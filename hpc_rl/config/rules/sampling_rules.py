@@ -17,14 +17,14 @@ from hpc_rl.core.refusal import Refusal, make_note
 
 _USE = "and set it in eval_gconfig if only evaluations should have it"
 _CUT_OFF = "servers sample from a part of the distribution, but the loss assumes the whole one"
-_RATIO = "the ratio of the loss is not 1 even for the policy that generated"
+_RATIO = "the probability ratio in the loss is then not 1 even without an update"
 _PENALTY = (
-    "{backend} servers return log-probabilities with the penalty, and the trainer computes them without: "
+    "{backend} servers return log-probabilities with the penalty, the trainer computes them without it: "
     f"{_RATIO}"
 )
 _NO_END = (
-    "{backend} servers return log-probabilities without the end-of-sequence tokens for the first tokens, and "
-    f"the trainer computes them with: {_RATIO}"
+    "until the minimum, {backend} servers leave the end-of-sequence token out of log-probabilities, and the "
+    f"trainer does not: {_RATIO}"
 )
 REASONS = {  # option of gconfig -> why the loss can't follow it
     "top_p": _CUT_OFF,

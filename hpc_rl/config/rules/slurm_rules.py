@@ -22,7 +22,7 @@ _PLAN = (
     "allocation_mode",
     "launcher",
 )
-_SCRIPT = ("the script sets its own",)
+_SCRIPT = ("the job script sets this option",)
 _GPUS = ("set launcher.slurm.gpus_by, gpu_type or gres", "launcher.slurm.gpus_by")
 # sbatch option that extra_args may not contain -> the reason or a replacement, and the options that it names
 _SET_BY_THE_SCRIPT: dict[str, tuple[str, ...]] = {

@@ -107,7 +107,7 @@ def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         use = "remove it: trainer teacher has its own workflow"
         yield refuse(option="rollout.workflow", value=workflow, why="can't teach a student", use=use)
     if config.environments is not None:
-        why = "can't be used with trainer teacher, because environments ask and score by themselves"
+        why = "can't be used with trainer teacher, because environments bring their own prompts and rewards"
         yield refuse(option="environments", why=why, use="remove it")
 
 

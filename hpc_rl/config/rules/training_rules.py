@@ -234,7 +234,7 @@ def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
             option="gconfig.n_samples",
             value=n_samples,
             kind=Kind.CONFLICT,
-            why=": actor.dynamic_sampling would drop every group",
+            why=": actor.dynamic_sampling drops prompts with equal rewards, so it would drop every prompt",
             use="use at least 2",
             related=("actor.dynamic_sampling",),
         )

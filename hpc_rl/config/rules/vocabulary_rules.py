@@ -92,7 +92,9 @@ def _describe_differences(own: Path, vocabulary: dict[str, int], other: Path) ->
     if not theirs or not wrong:
         return ""
     shown = (
-        f"the token {token!r} has the id {number}, and there {theirs.get(token, 'none')}"
+        f"the token {token!r} has the id {theirs[token]} instead of {number}"
+        if token in theirs
+        else f"the token {token!r} (id {number}) is missing"
         for token, number in wrong[:MAX_EXAMPLES]
     )
     return "; ".join(shown)

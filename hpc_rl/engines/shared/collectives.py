@@ -168,7 +168,7 @@ def _collect(store: dist.Store, num_ranks: int) -> list[RankReport | None]:
 
 def judge(nodes: Sequence[str], reports: Sequence[RankReport | None], num_bytes: int) -> Judgement:
     """Judge the nodes by the reports of all ranks. Pure. `num_bytes` is the size of a message."""
-    silent = {nodes[rank]: "a rank answered nothing" for rank, one in enumerate(reports) if one is None}
+    silent = {nodes[rank]: "a rank gave no answer" for rank, one in enumerate(reports) if one is None}
     known = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     links = [(nodes[link.sender], nodes[rank], link) for rank, report in known for link in report.links]
     broken = Counter(frozenset((one, other)) for one, other, link in links if link.wrong)

@@ -79,7 +79,11 @@ def load(
     unused = _select_ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
     match.unread = [name for name in match.unread if name not in unused]
     if match.unread and rank == 0:
-        logger.warning("the model does not use these tensors of %s: %s", folder, format_some(match.unread))
+        logger.warning(
+            "the model does not use these tensors of %s, so they are ignored: %s",
+            folder,
+            format_some(match.unread),
+        )
     wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
     for _, rows, read in _load_rows(wanted, found):
         rows.copy_(read.to(rows.device))  # first, so that it is converted there
@@ -112,7 +116,7 @@ def _check(
 ) -> None:
     """Raise ConfigError with the names of tensors that are missing or have another shape."""
     odd = [
-        f"{name} has shape {list(found[name].shape)}, the model's is {list(shape)}"
+        f"{name} has the shape {list(found[name].shape)}, and {list(shape)} in the model"
         for owner, shape in shapes.items()
         for name in match.sources.get(owner, ())
         if tuple(found[name].shape) != tuple(shape)
@@ -168,7 +172,7 @@ def _check_tied(
         pairs = [" and ".join(names) for names in match.sources.values() if len(names) > 1]
         raise ConfigError(
             f"{folder / 'config.json'} ties {format_some(pairs)}, but the files have different values for "
-            "them: set tie_word_embeddings to false in it, or remove one of them from the files."
+            "them: set tie_word_embeddings to false there, or remove one of these tensors from the files."
         )
 
 

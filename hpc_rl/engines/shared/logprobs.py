@@ -59,7 +59,7 @@ def token_logprobs(
     if tile is None:
         tile = choose_tile(len(head_VH), hidden_NH.device.type, bool(num_left_out))
     if num_left_out and tile.columns < len(head_VH):
-        raise ValueError("entropy_clamp needs tiles with all columns of the vocabulary")
+        raise ValueError("entropy_clamp needs all columns of the vocabulary in each tile of the logits")
     return _TokenLogprobs.apply(
         hidden_NH, head_VH, targets_N, temperature, tile, group, num_left_out, needs_entropy
     )

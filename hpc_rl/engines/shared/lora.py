@@ -67,7 +67,7 @@ def list_shapes(targets: Mapping[str, tuple[int, int]], rank: int) -> dict[str, 
     """Return the shapes of A and B of each layer, by name."""
     for name, (num_out, num_in) in targets.items():
         if rank > min(num_out, num_in):
-            raise ConfigError(f"lora_rank {rank} exceeds the sizes of {name}: [{num_out}, {num_in}]")
+            raise ConfigError(f"lora_rank {rank} exceeds the smallest width of {name}: [{num_out}, {num_in}]")
     return adapters.list_factor_shapes(targets, rank)
 
 

@@ -73,7 +73,7 @@ def import_weights(
     if config.use_lora != adapters.is_adapter(source):
         kinds = ("an adapter in peft's format", "a whole model")
         trained, given = kinds if config.use_lora else kinds[::-1]
-        raise ConfigError(f"the trial trains {trained}, and {source} is {given}")
+        raise ConfigError(f"the trial trains {trained}, and {source} is {given}; import {trained}")
     if not config.use_lora:
         _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)

@@ -165,8 +165,8 @@ class RankState:
         if differ:
             odd = min(differ)
             raise ValueError(
-                f"{path} is of another model: {odd} has shape {theirs.get(odd)}, "
-                f"the model's is {ours.get(odd)}"
+                f"{path} belongs to another model: {odd} has the shape {theirs.get(odd)}, "
+                f"and {ours.get(odd)} in the model"
             )
 
 

@@ -175,7 +175,7 @@ class Episode(Gateway):
         """Make completions and record them, once all are there. Raises as a gateway does."""
         self._num_asked += len(completions)
         if self._num_asked > self._limits.max_calls:
-            message = f"it asked for more than {self._limits.max_calls} completions (max_calls)"
+            message = f"the agent asked for more than {self._limits.max_calls} completions (max_calls)"
             self.fail(message)
             raise RequestRefused(message)
         await super().make(completions, evaluation, changed)

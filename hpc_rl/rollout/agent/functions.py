@@ -71,7 +71,9 @@ class AgentFunction:
                 value = asyncio.run(_wait_for(value))
             text = json.dumps({"value": value}, default=_convert_number)
             if len(text) > MAX_RESULT_BYTES:
-                raise ValueError(f"the agent returned {len(text)} characters; allowed: {MAX_RESULT_BYTES}")
+                raise ValueError(
+                    f"the agent returned {len(text)} characters; allowed are at most {MAX_RESULT_BYTES}"
+                )
             return text
         except (Exception, SystemExit) as error:
             return json.dumps({"error": list(Raised.from_error(error, self._function))})

@@ -136,9 +136,9 @@ class AgentProcesses:
         if watched in done:
             watched.result()
         if flooded in done:
-            raise EpisodeFailed(f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB of output")
+            raise EpisodeFailed(f"the agent wrote more than {MAX_OUTPUT_BYTES >> 20} MiB of output")
         if ended not in done:
-            raise EpisodeFailed(f"it took more than {timeout_s:g} s (timeout_s)")
+            raise EpisodeFailed(f"the agent took more than {timeout_s:g} s (timeout_s)")
         ended.result()
 
     async def _start(self, number: int, exchange: IO[bytes]) -> tuple[OutputKeeper, asyncio.ReadTransport]:

@@ -131,7 +131,7 @@ class AgentWorkflow:
             raise EpisodeFailed(f"the agent {describe_code(end.code)}", end.output)
         if episode.reward_problem:
             raise EpisodeFailed(
-                f"it posted a reward that can't be used: {episode.reward_problem}", end.output
+                f"the agent posted a reward that can't be used: {episode.reward_problem}", end.output
             )
         return end
 
@@ -178,7 +178,7 @@ class AgentWorkflow:
         self._failures[str(error)] += 1
         count = self._failures[str(error)]
         if count & (count - 1) == 0:
-            form = "prompt %d, episode %d, try %d failed (%d times so far): %s; its output:\n%s"
+            form = "prompt %d, episode %d, try %d failed (%d times so far): %s; the agent's output:\n%s"
             logger.warning(form, generate.index, sample, number + 1, count, error, output or "(none)")
 
 

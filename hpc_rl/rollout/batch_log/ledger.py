@@ -200,13 +200,13 @@ def load_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Recor
             offset += FRAME.size + length
         size = os.fstat(file.fileno()).st_size
         if offset < size:
-            form = "segment %d of the batch log ends with an incomplete record; its %d bytes are left out"
-            logger.warning(form, number, size - offset)
+            form = "file %s of the batch log ends with an incomplete record; its %d bytes are ignored"
+            logger.warning(form, get_segment_path(folder, number).name, size - offset)
 
 
 def load_group(fd: int, place: RecordPlace) -> bytes:
     """Return the encoded group of a GROUP record from its segment's open file. Raises LedgerDamaged."""
-    where = f"ledger segment {place.segment} offset {place.offset}"
+    where = f"batch log, file {get_segment_path(Path('rollout'), place.segment)}, byte {place.offset}"
     try:
         length, checksum = FRAME.unpack(os.pread(fd, FRAME.size, place.offset))
         payload = os.pread(fd, length, place.offset + FRAME.size)
@@ -215,9 +215,9 @@ def load_group(fd: int, place: RecordPlace) -> bytes:
     except OSError as error:
         raise LedgerDamaged(f"{where}: {error}") from error
     if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
-        raise LedgerDamaged(f"{where}: the record of a group is damaged")
+        raise LedgerDamaged(f"{where}: the record of a group of trajectories is damaged")
     if payload[0] not in (GROUP, OUTSIDE):
-        raise LedgerDamaged(f"{where}: no group")
+        raise LedgerDamaged(f"{where}: the record is not a group of trajectories")
     return payload[_measure_head(payload) :]
 
 
@@ -361,14 +361,15 @@ class Ledger:
         except FileNotFoundError as error:
             raise LedgerDamaged(_describe_loss(place.segment)) from error
         except OSError as error:
-            raise LedgerDamaged(f"ledger segment {place.segment}: {error}") from error
+            raise LedgerDamaged(f"the batch log can't be read: {error}") from error
         return load_group(self._fds[place.segment], place)
 
     def check_owned(self, numbers: set[int]) -> None:
         """Raise LedgerDamaged if one of these segments was deleted, as by a later owner of the ledger."""
         gone = [number for number in sorted(numbers) if not get_segment_path(self.folder, number).exists()]
         if gone:
-            raise LedgerDamaged(f"ledger segments {gone} were deleted by a later start of the rollout role")
+            names = ", ".join(get_segment_path(self.folder, number).name for number in gone)
+            raise LedgerDamaged(f"a later start of the rollout role deleted {names} of the batch log")
 
     def drop_segment(self, number: int) -> None:
         """Delete a segment that is not needed."""

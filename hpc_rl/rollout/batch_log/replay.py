@@ -333,7 +333,7 @@ def check_replay(folder: Path, step: int) -> None:
         lost = [place.segment for place in seal.places.values() if place not in groups]
         if lost:
             path = get_segment_path(folder, lost[0])
-            raise LedgerDamaged(f"batch {seal.step} can't be made again: {path} is damaged or gone")
+            raise LedgerDamaged(f"batch {seal.step} can't be read again: {path} is damaged or missing")
 
 
 def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> LogState:

@@ -109,7 +109,7 @@ class Batches:
             return seal, body, True
         won = _load_seal(self._get_path(step))
         if won is None:
-            raise LedgerDamaged(f"{self._get_path(step)} exists and can't be read")
+            raise LedgerDamaged(f"the record of batch {step}, {self._get_path(step)}, is damaged")
         return won, self.load_body(won), False
 
     def load_body(self, seal: Seal) -> bytes:
@@ -117,7 +117,7 @@ class Batches:
         body = encode_batch(seal.step, [self.ledger.fetch_group(place) for place in seal.places.values()])
         if xxhash.xxh3_64_hexdigest(body) != seal.checksum:
             raise LedgerDamaged(
-                f"batch {seal.step} is not the one that was recorded: its checksum is another"
+                f"batch {seal.step} in the batch log differs from its record: the checksum does not match"
             )
         return body
 
@@ -147,9 +147,9 @@ class Batches:
                 with suppress(FileExistsError):
                     os.link(source, folder / source.name)
             except OSError as error:
-                logger.warning(
-                    "%s, which holds batches that were set aside, can't be kept with them: %s", source, error
-                )
+                form = "%s can't be linked to %s, so the unused batches there may become unreadable; "
+                form += "training continues: %s"
+                logger.warning(form, source, folder, error)
         for seal in seals:
             path = self._get_path(seal.step)
             os.replace(path, folder / self.folder.name / path.name)
@@ -167,7 +167,7 @@ def load_seals(folder: Path) -> dict[int, Seal]:
         if seal is not None:
             seals[seal.step] = seal
         elif path.exists():  # otherwise it was trimmed meanwhile
-            raise LedgerDamaged(f"{path} can't be read")
+            raise LedgerDamaged(f"{path}, the record of a batch, is damaged")
     return seals
 
 

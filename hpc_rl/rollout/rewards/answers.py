@@ -99,7 +99,7 @@ def final_answer(prompt: Any, completion: str, **columns: Any) -> float:
     The row's answer is its `answer` or `ground_truth`; if that is null, every completion gets 0.
     """
     if not columns.keys() & set(TRUTH_COLUMNS):
-        raise TypeError(f"final_answer needs one of the columns {', '.join(TRUTH_COLUMNS)}")
+        raise TypeError(f"the reward final_answer needs one of the columns {', '.join(TRUTH_COLUMNS)}")
     truth = find_truth(columns)
     if truth is None:
         return 0.0

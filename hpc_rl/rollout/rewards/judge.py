@@ -66,7 +66,7 @@ class Judge:
         problem = (
             f"the judge of pool {self._options.pool} gave no score from 0 to 1 between <score> and </score>"
         )
-        shown = f"at temperature {temperature:g} it said last: {answer[-MAX_SHOWN_CHARS:]!r}"
+        shown = f"its last answer at temperature {temperature:g} ends with {answer[-MAX_SHOWN_CHARS:]!r}"
         return Rejection(RejectReason.REWARD_EXCEPTION, f"{problem}; {shown}")
 
 

@@ -70,11 +70,11 @@ class LimitedOutput:
         self._at = now
         if len(data) > self._left:
             if not self._left_out:
-                self._show("more output than the log takes is left out")
+                self._show("the reward writes too much: the log omits the next output")
             self._left_out += len(data)
             return
         if self._left_out:
-            self._show(f"{self._left_out} bytes of output were left out")
+            self._show(f"{self._left_out} bytes of output were omitted")
             self._left_out, self._line = 0, b""
         self._left -= len(data)
         *whole, self._line = (self._line + data).split(b"\n")
@@ -87,7 +87,7 @@ class LimitedOutput:
         if self._line:
             self._show(self._line.decode(errors="backslashreplace"))
         if self._left_out:
-            self._show(f"{self._left_out} bytes of output were left out")
+            self._show(f"{self._left_out} bytes of output were omitted")
 
     def _show(self, line: str) -> None:
         self._write(f"reward| {log.escape_controls(log.redact(line))}\n".encode(errors="backslashreplace"))
@@ -465,7 +465,7 @@ def _check_list(value: Any, num: int) -> list[Any]:
     except TypeError:
         entries = []
     if len(entries) != num or isinstance(value, str | bytes | Mapping):
-        what = f"the batched reward is {value!r:.60} ({type(value).__name__}) for {num} completions"
+        what = f"the batched reward returned {value!r:.60} ({type(value).__name__}) for {num} completions"
         message = f"{what}; allowed: a list of {num} rewards"
         raise Rejection(RejectReason.REWARD_EXCEPTION, message)
     return entries

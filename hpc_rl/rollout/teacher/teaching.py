@@ -107,7 +107,7 @@ class TeacherWorkflow:
                 raise
             # a value, not a missing row: a teaching that the student can't read teaches nothing
             logger.info(
-                "teaching %d of prompt %d gets no reward, because the student can't read it: %s",
+                "the teacher's text %d for prompt %d gets no reward, as it can't be input of the student: %s",
                 number,
                 generate.index,
                 error,

@@ -300,9 +300,10 @@ class EmbeddedBackend:
         inputs, top_k = parse_given(body)
         model = self.engine.model
         if (most := max(max(one.ids) for one in inputs)) >= model.vocab_size:
-            raise RequestRefused(f"input_ids must be below {model.vocab_size}, got {most}")
+            raise RequestRefused(f"input_ids must be from 0 to {model.vocab_size - 1}, got {most}")
         if (longest := max(len(one.ids) for one in inputs)) > model.context_length:
-            raise RequestRefused(f"{longest} input tokens exceed the model's {model.context_length}")
+            context = f"the model's context of {model.context_length} tokens"
+            raise RequestRefused(f"{longest} input tokens exceed {context}")
         return await self._in_engine(lambda: compute_logprobs(model, inputs, top_k))
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def load_changes(folder: Path, dtype: torch.dtype) -> PreparedChanges | None:
         ranks = range(len(index.files))
         parts = [_decode(stored, dtype) for rank in ranks for stored in load_rank(folder, index, rank)]
     except (Damaged, OSError) as error:
-        form = "the server can't read the changes of weights %s, so it will load all values: %s"
+        form = "the server can't read which values changed in weights %s, so it loads all values: %s"
         logger.warning(form, folder.name, error)
         return None
     return PreparedChanges(index.base, index.version, [part for part in parts if len(part.values)])

@@ -99,7 +99,7 @@ class FusedDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         if attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
-            raise NotImplementedError("output projections with a bias are not supported")
+            raise NotImplementedError("o_proj or down_proj has a bias")
         norms = None
         if hasattr(attention, "q_norm"):  # Qwen3: per head, one weight for queries and one for keys
             parts = [attention.q_norm.weight] * self.num_heads

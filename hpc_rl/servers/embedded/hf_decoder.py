@@ -101,13 +101,14 @@ def choose_decoder(module: Any) -> Decoder:
         difference = _probe(generic, fused, config.num_hidden_layers, vocab_size)
     # an unknown variant of the architecture
     except (NotImplementedError, AttributeError, RuntimeError) as error:
-        form = "the fast decoder can't run this %s model, so the decoder of transformers is used: %s"
+        form = "the fast decoder can't run this %s model, so the slower one of transformers is used: %s"
         logger.warning(form, config.model_type, error)
         return generic
     tolerance = PROBE_TOLERANCE if module.dtype == torch.float32 else 1.0
     if not difference < tolerance:
-        form = "the fast decoder of %s models is wrong by %.2g here, so the decoder of transformers is used"
-        logger.warning(form, config.model_type, difference)
+        form = "the fast decoder's logits for this %s model are wrong by up to %.2g (allowed: %.2g), so the "
+        form += "slower decoder of transformers is used"
+        logger.warning(form, config.model_type, difference, tolerance)
         return generic
     return fused
 

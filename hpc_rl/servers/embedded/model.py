@@ -117,7 +117,7 @@ class Model:
         """
         names = dict(self.module.named_parameters(remove_duplicate=False))
         if unknown := [name for name in tensors if name not in names]:
-            raise ValueError(f"the model lacks weights named {unknown[0]}")
+            raise ValueError(f"the sent weights have the tensor {unknown[0]}, which the model lacks")
         self._check_shapes("the sent weights", tensors, {name: names[name] for name in tensors})
         for name, tensor in tensors.items():
             names[name].data.copy_(tensor)
@@ -157,7 +157,7 @@ class Model:
             if tensors[name].shape != parameter.shape:
                 found, own_shape = list(tensors[name].shape), list(parameter.shape)
                 raise ValueError(
-                    f"{source}: tensor {name} has the shape {found}, and {own_shape} in the model"
+                    f"{source}: tensor {name} has the shape {found}, but the model needs {own_shape}"
                 )
 
     def compute_checksums(self) -> dict[str, str]:

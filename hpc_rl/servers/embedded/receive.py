@@ -30,9 +30,10 @@ class WeightReceiver:
     def join(self, body: dict[str, Any]) -> None:
         """Join a trainer's group in place of an earlier one; wait for the trainer. Raises RequestRefused."""
         if not self._address or body.get("backend") != "gloo":
-            how = "over gloo" if self._address else "from files (actor.weight_update_mode disk)"
+            allowed = "backend must be gloo" if self._address else "use actor.weight_update_mode disk"
             raise RequestRefused(
-                f"the embedded engine takes weights only {how}, not by backend {body.get('backend')!r}"
+                "the embedded engine can't receive weights from a process group of backend "
+                f"{body.get('backend')!r}; {allowed}"
             )
         self.leave()
         try:
@@ -72,7 +73,7 @@ class WeightReceiver:
             raise RequestRefused(f"load_format must be flattened_bucket, got {body.get('load_format')!r}")
         group = self._group
         if group is None or group.name != body.get("group_name"):
-            own = f"in group {group.name!r}" if group else "in no group"
+            own = f"in process group {group.name!r}" if group else "in no process group"
             wanted = f"not in group {body.get('group_name')!r}"
             raise RequestRefused(f"this server is {own}, {wanted}: call /init_weights_update_group first")
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -92,7 +93,7 @@ class WeightReceiver:
         """Return the label of the version, and whether the cache stays. Raises RequestRefused."""
         if missing := sorted(wanted - self._names):
             raise RequestRefused(
-                f"{len(missing)} tensors of the model have not arrived, {missing[0]} among them"
+                f"{len(missing)} tensors of the model have not arrived, such as {missing[0]}"
             )
         label = self._last.get("weight_version")
         return None if label is None else str(label), not self._last.get("flush_cache", True)

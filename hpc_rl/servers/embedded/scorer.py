@@ -61,10 +61,10 @@ class EmbeddedScorer:
         size, longest = config.vocab_size, config.max_position_embeddings
         if not isinstance(inputs, list) or not all(_is_input(ids, size) for ids in inputs):
             return 400, make_refusal(
-                f"input_ids must be lists of integers from 0 to {size - 1}, none of them empty"
+                f"input_ids must be a list of non-empty lists of integers from 0 to {size - 1}"
             )
         if (most := max(map(len, inputs), default=0)) > longest:
-            return 400, make_refusal(f"{most} input tokens exceed the model's {longest}")
+            return 400, make_refusal(f"{most} input tokens exceed the model's context of {longest} tokens")
         loop = asyncio.get_running_loop()
         scores = await loop.run_in_executor(self._thread, score, self._model, inputs)
         return 200, [{"embedding": [one]} for one in scores]

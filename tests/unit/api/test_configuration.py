@@ -50,7 +50,7 @@ def test_wrong_options_are_refused_together(file):
     with pytest.raises(hpc_rl.ConfigError) as caught:
         hpc_rl.load(file, sede=3, **{"gconfig.n_samples": "many"})
     assert [one.option for one in caught.value.refusals] == ["sede", "gconfig.n_samples"]
-    with pytest.raises(hpc_rl.ConfigError, match="seed is a set"):
+    with pytest.raises(hpc_rl.ConfigError, match="seed can't take this set"):
         hpc_rl.load(file, seed={1, 2})
 
 

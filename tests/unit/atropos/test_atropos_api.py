@@ -200,7 +200,7 @@ async def test_parts_that_add_up_are_joined(joined):
 async def test_what_no_trainer_could_use_is_answered_with_its_reason(joined):
     nan = json.dumps(group(0, 1)).replace("3.0", "NaN")
     assert "nan" in (await joined.post(nan, 200))["reason"]
-    assert "registered 4" in (await joined.push(0, 1, size=8))["reason"]
+    assert "registered group_size 4" in (await joined.push(0, 1, size=8))["reason"]
     assert "not registered" in (await joined.push(9, 1))["reason"]
     ragged = {**group(0, 1), "masks": [[1]] * 4}
     assert "masks[0]" in (await joined.ask("POST", "/scored_data", ragged))["reason"]

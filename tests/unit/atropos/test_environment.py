@@ -209,7 +209,10 @@ async def test_items_that_fail_are_left_out_of_an_evaluation(world, caplog):
         environment = Failing(EnvConfig(), inference, world.tokenizer)
         environment.bad = "c"
         assert await environment.evaluate() == {"eval_score": 1.0, "eval_items": 2, "eval_failed": 1}
-        assert "1 of 3 evaluation episodes failed: ValueError: bad item c" in caplog.text
+        assert (
+            "1 of 3 evaluation episodes failed and are left out of the score: ValueError: bad item c"
+            in caplog.text
+        )
         assert ", in episode" in caplog.text
         environment.bad = "cde"
         with pytest.raises(ValueError, match="bad item c"):
@@ -275,7 +278,7 @@ async def test_broken_environments_end_with_their_error_and_its_place(world, cap
             raise KeyError("answer")
 
     place = r"KeyError: 'answer' \(.*test_environment.py:\d+, in episode\)"
-    with pytest.raises(RequestRefused, match=rf"64 tasks in a row failed.*{place}"):
+    with pytest.raises(RequestRefused, match=rf"64 episodes in a row failed.*{place}"):
         await world.run(Broken, max_num_workers=32, max_batches_offpolicy=16)
     assert caplog.text.count("Traceback (most recent call last)") == 1
 
@@ -300,7 +303,7 @@ def test_groups_that_no_trainer_could_use_are_refused():
         ScoredGroup(tokens=[[1, 2]], masks=[[1]], scores=[0.0])
     with pytest.raises(ValueError, match="finite"):
         ScoredGroup(tokens=[[1]], masks=[[1]], scores=[float("nan")])
-    with pytest.raises(ValueError, match="scores has 2 entries, tokens has 1"):
+    with pytest.raises(ValueError, match="scores has 2 entries, but tokens has 1"):
         ScoredGroup(tokens=[[1]], masks=[[1]], scores=[0.0, 1.0])
 
 

@@ -55,7 +55,7 @@ def test_a_sequence_carries_its_sampling_temperature_where_it_is_not_the_trials(
     assert group(**said)[0].temperatures[1] == 0.5
     assert group()[0].temperatures is None
     assert group(generation_params={"temperature": 1.0})[0].temperatures is None
-    words = "temperature of sequence 0 must be a number from 0 on, got 'hot'"
+    words = "temperature of sequence 0 must be a number of at least 0, got 'hot'"
     with pytest.raises(GroupRejected, match=words):
         group(group_overrides={"temperature": "hot"})
 
@@ -105,7 +105,7 @@ def test_a_missing_field_is_named():
         without = {key: value for key, value in body().items() if key != name}
         with pytest.raises(MalformedRequest, match=f"{name}: field required"):
             check_shape(without)
-    with pytest.raises(MalformedRequest, match="a group is an object, got list"):
+    with pytest.raises(MalformedRequest, match="a group must be an object, got list"):
         check_shape([])
 
 
@@ -113,7 +113,7 @@ def test_a_missing_field_is_named():
     ("change", "reason"),
     [
         ({"scores": [float("nan")]}, r"scores\[0\] is nan"),
-        ({"scores": [1.0, 2.0]}, "scores has 2 entries, tokens has 1"),
+        ({"scores": [1.0, 2.0]}, "scores has 2 entries, but tokens has 1"),
         ({"masks": [[-100, 2]]}, r"masks\[0\] has 2 entries for 3 tokens"),
         ({"masks": [[-100, -100, -100]]}, "nothing to learn from"),
         (
@@ -128,7 +128,7 @@ def test_a_missing_field_is_named():
         ({"tokens": [[1] * 9], "masks": [[1] * 9]}, r"tokens\[0\] has 9 tokens; at most 8 are allowed"),
         (
             {"advantages": [[1e300, 1, 1]]},
-            r"advantages\[0\] has a number that is not finite, or above 1e\+06",
+            r"advantages\[0\] has a number outside of -1e\+06 to 1e\+06, or NaN",
         ),
         (
             {"inference_logprobs": [[1.0, -3e38, 0]]},

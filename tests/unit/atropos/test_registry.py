@@ -111,12 +111,12 @@ def test_groups_that_shares_leave_no_room_for_are_refused():
     registry = Registry(12, 100)
     registered(registry, size=4, min_batch_allocation=0.5)  # 4 of 12; the other 8 are two groups of 4
     with pytest.raises(
-        ValueError, match=r"keeps 4 of the 12 .* of 4 and 6 never fill the other 8 with a .* of 6"
+        ValueError, match=r"reserves 4 of the 12 .* of 4 and 6 fill the other 8 exactly if one of them has 6"
     ):
         registered(registry, size=6)
     registered(registry, size=2)
     registered(registry, size=6)  # 4, 6 and 2
-    with pytest.raises(ValueError, match="keeps 10 of the 12 sequences"):
+    with pytest.raises(ValueError, match="reserves 10 of the 12 sequences"):
         registered(registry, size=6, min_batch_allocation=0.5)  # leaves 2 for the other groups of 6
 
 

@@ -132,7 +132,7 @@ def test_the_reason_names_what_was_passed_over():
     reason = decide(situation("auto", "failure", (gen(8, valid=False), gen(6)))).reason
     assert "checkpoint 8: is torn" in reason and "loading checkpoint 6" in reason
     reason = decide(situation("fault", "failure", STATES["both"])).reason
-    assert "1 of other submissions do not count" in reason
+    assert "ignores 1 checkpoint(s) of other submissions" in reason
     reason = decide(situation("auto", "failure", (gen(3),), trimmed=7)).reason
     assert (
         "checkpoint 3: it is older than the batch log" in reason and "batches 1 to 7 were trimmed" in reason

@@ -206,7 +206,7 @@ def test_what_a_person_asked_to_set_aside_is_no_error(trial, caplog, monkeypatch
     monkeypatch.setattr(generation, "fsync_dir", synced.append)
     save(trial, 3)
     synced.clear()
-    there = move_aside(trial.generation(3), "is later than 2", asked=True)
+    there = move_aside(trial.generation(3), "it is later than checkpoint 2", asked=True)
     assert synced == [there.parent, trial.recover]
     assert [row.levelname for row in caplog.records if "set aside" in row.message] == ["INFO"]
 
@@ -264,7 +264,7 @@ def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
 def test_a_generation_under_another_name_is_refused(trial):
     save(trial, 3)
     os.rename(trial.generation(3), trial.generation(4))
-    assert check(trial.generation(4)).problem == "manifest.json is of step 3"
+    assert check(trial.generation(4)).problem == "its manifest.json belongs to step 3"
 
 
 def test_config_hash_does_not_depend_on_order():

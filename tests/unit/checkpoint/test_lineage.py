@@ -298,7 +298,7 @@ def test_from_an_older_generation_the_later_ones_are_set_aside(trial):
     two = attempt(trial, "2.0")
     decision, unwanted = decide_start(trial, two, 0, Situation("fault", "resume", retries=3, wanted=3))
     assert (decision.action, decision.step, decision.set_aside) == ("load", 3, (6, 9))
-    assert sorted((one.step, one.problem) for one in unwanted)[0] == (6, "is later than 3")
+    assert sorted((one.step, one.problem) for one in unwanted)[0] == (6, "it is later than checkpoint 3")
     record = create_lineage(trial, two, 0, decision)
     assert load_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
     for found in unwanted:

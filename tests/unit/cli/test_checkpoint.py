@@ -203,7 +203,7 @@ def test_an_import_rescues_a_trial_whose_generations_are_all_damaged(rendered, c
     model = str(config.parent / "model")
     commit(rendered, 8)
     assert main(["checkpoint", "import", str(rendered.dir), model, "--step", "7"]) == ExitCode.FAILED
-    assert "has checkpoint 8, which a recover would take instead" in capsys.readouterr().err
+    assert "has checkpoint 8, from which `hpc-rl recover` would resume instead" in capsys.readouterr().err
     (rendered.generation(8) / "manifest.json").unlink()
     commit(rendered, 6)
     (rendered.generation(6) / "rank_0.ok").write_bytes(

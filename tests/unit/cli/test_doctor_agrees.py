@@ -195,7 +195,7 @@ SETUPS = {
     ),
     "a fileroot that can't be written": (file_as_fileroot, [], "fileroot", "fail", "can't be written", 73),
     "a fileroot in /proc": (
-        NOTHING, ["cluster.fileroot=/proc/foo"], "fileroot", "fail", "nothing can be made in /proc", 73,
+        NOTHING, ["cluster.fileroot=/proc/foo"], "fileroot", "fail", "no file can be created in /proc", 73,
     ),
     "a name-resolve root in /proc": (
         NOTHING, ["cluster.name_resolve.nfs_record_root=/proc/names"], "fileroot", "fail",
@@ -266,7 +266,7 @@ SETUPS = {
     ),
     "text without tokens": (letters_without_tokens, [], "rows", "fail", "text without a token: 'reverse abc'", 64),
     "a reference model of other tokens": (
-        other_reference, [], "configuration", "fail", "the token '1' has the id 1, and there none", 64,
+        other_reference, [], "configuration", "fail", "the token '1' (id 1) is missing", 64,
     ),
     "a reference model with less tokens": (
         small_reference, [], "configuration", "fail", "has a vocabulary of 1 tokens", 64,

@@ -290,7 +290,12 @@ def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_gener
 @pytest.mark.parametrize(
     ("seals", "step", "words"),
     [
-        ((), 9, r"checkpoint 9, which a recover would take instead of step 9\. Import as step 10 or later"),
+        (
+            (),
+            9,
+            r"checkpoint 9, from which `hpc-rl recover` would resume instead of step 9\. "
+            "Import as step 10 or later",
+        ),
         (
             (8, 9, 10, 11),
             12,

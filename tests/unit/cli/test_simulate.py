@@ -106,7 +106,7 @@ def test_nothing_to_apply_is_said(trained, tmp_path, capsys, monkeypatch):
     path = tmp_path / "tuned.yaml"
     numbers = {"gain": 0.1, "low": 0.05, "high": 0.2}
     ahead = Advice(option="rollout.max_head_offpolicyness", now=1, value=4, **numbers)
-    for found, why in (([ahead], "need --learning"), ([], "no options")):
+    for found, why in (([ahead], "add --learning"), ([], "no options")):
         monkeypatch.setattr("hpc_rl.cli.tune.tune", lambda *_, found=found, **__: found)
         assert main(["tune", trained, "--apply", str(path)]) == ExitCode.DONE
         assert why in capsys.readouterr().err

@@ -276,7 +276,7 @@ def test_a_report_names_the_best(config, scheduler, capsys, monkeypatch):
         (["seed=1..1000000000000"], "the sweep has 1000000000000 trials; allowed are 1000"),
         (["seed=1..900", "total_train_steps=1..900", "gconfig.n_samples=1..900"], "has 729000000 trials"),
         (["seed=1,2", "total_train_steps=3,4,5", "--zip"], "seed has 2, total_train_steps has 3"),
-        (["seed=1,2", "--list", "points"], "--list names the trials"),
+        (["seed=1,2", "--list", "points"], "--list can't be combined with several values of seed"),
         (["--list", "nowhere"], "can't be read"),
         (["seed=1,-2"], "seed"),
     ],
@@ -320,7 +320,7 @@ def test_a_cancelled_sweep_of_python_is_over(config, scheduler):
 @pytest.mark.parametrize(
     ("points", "options", "said"),
     [
-        ({"seed": "12"}, {}, "seed needs a list of values in a sweep, and it is '12'"),
+        ({"seed": "12"}, {}, "seed needs a list of values in a sweep, got '12'"),
         ({"seed": 3}, {}, "seed needs a list of values"),
         ({"seed": []}, {}, "nothing varies"),
         ({"seed": [1, 2]}, {"max_running": 0}, "max_running must be at least 1"),

@@ -174,7 +174,7 @@ def test_an_undefined_variable_of_the_second_component_is_refused(site, capsys):
         ("#!/bin/bash\ntrue\n", "replaces the whole file"),
         (
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block environment %}\n#SBATCH --mem=1\n{% endblock %}',
-            "2: sbatch ignores it, because it comes after the first command",
+            "2: sbatch ignores this line, because it comes after the first command",
         ),
     ],
 )
@@ -216,7 +216,12 @@ def check(layer, template, block, text, capsys):
             "#SBATCH --licences=x",
             "FILE:3: sbatch has no option --licences; did you mean --licenses?",
         ),
-        (TRIAL, "accounting", "# SBATCH --qos=x", "FILE:3: sbatch takes it for a comment; write #SBATCH"),
+        (
+            TRIAL,
+            "accounting",
+            "# SBATCH --qos=x",
+            "FILE:3: sbatch takes this line for a comment; write #SBATCH",
+        ),
         (SITE, "site", "#SBATCH --qos=x", "FILE:3: sbatch reads #SBATCH lines only in the job script"),
         (SITE, "site", "true\nfi", "FILE:4: bash -n: syntax error near unexpected token `fi'"),
     ],
@@ -326,7 +331,7 @@ def test_a_file_that_nothing_reads_is_told(site, capsys, without_shellcheck):
     (site / "etc" / "sbatch").mkdir(parents=True)
     (site / "etc" / "sbatch" / "trail.sbatch.j2").write_text("")
     assert main(["templates", "check"]) == 64
-    assert "trail.sbatch.j2: not used" in capsys.readouterr().out
+    assert "trail.sbatch.j2: no template has this name" in capsys.readouterr().out
 
 
 def test_unknown_names_are_refused(site, capsys):

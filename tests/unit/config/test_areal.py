@@ -353,7 +353,10 @@ NOT_BUILT = {
         {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.1}},
         ["actor.rejection_sampling.metric .*: kl_k3 .* compares the ratio"],
     ),
-    "ulysses": ({"actor.fsdp": {"ulysses_sp_size": 4}}, ["allocation_mode has it: c, as in fsdp:d2c4"]),
+    "ulysses": (
+        {"actor.fsdp": {"ulysses_sp_size": 4}},
+        ["allocation_mode has this size: c, as in fsdp:d2c4"],
+    ),
     "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or remove it"]),
     "a_value_for_ref_that_is_none": ({"ref.eps_clip": "much"}, ["ref.eps_clip .*: much"]),
 }

@@ -319,7 +319,7 @@ def test_backends_follow_the_command_line_and_presets(tmp_path):
     assert load_checked(path, "rollout.backend=vllm:d2t2").config.allocation_mode == "vllm:d2t2+megatron:d4"
     loaded = load_checked(path, "allocation_mode=sglang:d6+fsdp:d2")
     assert loaded.config.allocation_mode == "sglang:d6+fsdp:d2"
-    words = "rollout.backend, actor.backend: no effect: allocation_mode is set over the file"
+    words = "rollout.backend, actor.backend: no effect: allocation_mode overrides the file"
     assert words in find_notes(loaded)
     loaded = load_checked(path, presets=["cpu"])  # the engine of the file stays
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
@@ -380,7 +380,7 @@ def test_what_areal_leaves_idle_of_one_node_is_not_requested(tmp_path):
         (
             {"actor.scheduling_spec.[].nodelist": "a[1-2]", "rollout.scheduling_spec": [{"nodelist": "b"}]},
             "rollout.scheduling_spec.nodelist",
-            "must be as for the trainer, a[1-2]",
+            "must have the trainer's value, a[1-2]",
         ),
         ({"rollout._version": "v2"}, "rollout._version", "service of version 2"),
         ({"reward_fn_path": "my.reward"}, "reward_fn_path", "use rollout.reward_fn"),
@@ -487,7 +487,10 @@ def test_a_scheduling_spec_is_options_of_the_launcher(tmp_path):
     assert (slurm.exclude, slurm.srun_additional_args) == ("n7", "")
     notes = find_notes(loaded)
     assert "actor.scheduling_spec.cpu" in notes and "actor.scheduling_spec.port_count: no effect" in notes
-    assert "actor.scheduling_spec.mem: no effect: the option of launcher is set" in notes
+    assert (
+        "actor.scheduling_spec.mem: no effect: the option of section launcher that replaces it is set"
+        in notes
+    )
 
 
 @pytest.mark.parametrize(("kind", "cls"), [("sft", SFTConfig), ("rw", CONFIGS["rw"]), ("dpo", DPOConfig)])
@@ -503,7 +506,7 @@ def test_the_trained_model_of_a_supervised_file_is_in_section_actor(kind, cls, t
     loaded = load_checked(path, "actor.optimizer.lr=1e-4", "model=/other", "experiment_name=x")
     assert type(loaded.config) is cls
     assert (loaded.config.model.optimizer.lr, loaded.config.tokenizer_path) == (1e-4, "/other")
-    assert f"is model, the section of trainer {kind}" in find_notes(loaded)
+    assert f"is read as section model, which trainer {kind} has instead" in find_notes(loaded)
 
 
 def test_an_actor_with_sampling_is_no_supervised_file(tmp_path):

@@ -95,7 +95,7 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         refuse_unsafe(found, "e/t")
     assert str(caught.value).splitlines() == [
         "train_dataset.batch_size can't change from 8 to 4 in trial e/t: "
-        "the position in the data and the sealed batches depend on it.",
+        "the position in the data and the batches on disk depend on it.",
         "actor.path can't change from /m to /other in trial e/t: the trial's checkpoints hold the model that this option describes.",
         "To resume e/t, use train_dataset.batch_size=8 actor.path=/m. For other values, "
         "`hpc-rl fork e/t NEW` begins a new trial with its checkpoint, `hpc-rl submit` one without it.",

@@ -111,9 +111,10 @@ def test_what_is_given_is_left_as_it_is(place):
     )
     assert found.config.train_dataset.columns == {"prompt": "question"}
     assert found.config.rollout.reward_fn == "contains"
-    told = [note for note in map(str, found.notes) if "working included" in note]
+    told = [note for note in map(str, found.notes) if "solution steps included" in note]
     assert len(told) == 1 and "math_verify" in told[0]
-    assert not [note for note in map(str, load_checked(place, [GSM8K]).notes) if "working included" in note]
+    notes = map(str, load_checked(place, [GSM8K]).notes)
+    assert not [note for note in notes if "solution steps included" in note]
     held_out = load_checked(
         place, [GSM8K], f"valid_dataset.path={place / 'd.jsonl'}", "train_dataset.columns={prompt: question}"
     )

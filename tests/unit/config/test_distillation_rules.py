@@ -57,9 +57,9 @@ def test_the_policy_is_its_own_teacher_only_by_name(place):
         ("opd", ["distillation.demonstration_column=answer"], "distillation.demonstration_column", Kind.FILE,
          "needs the column answer in each row"),
         ("opd", ["distillation.demonstration_column=solution", "distillation.demonstration_template=x"],
-         "distillation.demonstration_template", Kind.VALUE, "has no {demonstration}"),
+         "distillation.demonstration_template", Kind.VALUE, "must contain {demonstration}"),
         ("opd", [SECTION, "pools.teacher.temperature=0.5"], "pools.teacher.temperature", Kind.NO_EFFECT,
-         "it writes nothing"),
+         "not for texts"),
         ("opsd", [SECTION], "distillation.demonstration_column", Kind.MISSING, "the policy itself"),
         ("opd", ["distillation.pool=rollout"], "distillation.demonstration_column", Kind.MISSING,
          "the teacher of opd is the policy itself"),
@@ -67,9 +67,9 @@ def test_the_policy_is_its_own_teacher_only_by_name(place):
          "the trained model's own pool"),
         ("opd", ["distillation.top_k=21", "allocation_mode=embedded[rollout]:d1+vllm[teacher]:d1+fsdp:d1"],
          "distillation.top_k", Kind.UNSUPPORTED, "use at most 20, or sglang servers"),
-        ("sft_distill", ["distillation.top_k=2"], "distillation.top_k", Kind.NO_EFFECT, "samples alike"),
+        ("sft_distill", ["distillation.top_k=2"], "distillation.top_k", Kind.NO_EFFECT, "the same weight"),
         ("sft_distill", ["distillation.rl_loss_weight=1"], "distillation.rl_loss_weight", Kind.NO_EFFECT,
-         "samples alike"),
+         "the same weight"),
         ("grpo", [SECTION, "rollout.reward_fn=format"], "distillation", Kind.NO_EFFECT,
          "grpo has no teacher; use opd, opsd, sft_distill"),
     ],
@@ -115,5 +115,5 @@ def test_an_endpoint_scores_with_its_tokenizer_and_samples_without(place):
     load_checked(place, ROWS, *samples)
     with pytest.raises(ConfigError, match=r"pools\.teacher\.tokenizer_path has no effect"):
         load_checked(place, ROWS, *samples, tokenizer)
-    with pytest.raises(ConfigError, match=r"rollout\.workflow multi_turn can't be used with the endpoint"):
+    with pytest.raises(ConfigError, match=r"rollout\.workflow multi_turn can't be used with pools"):
         load_checked(place, ROWS, *samples, "rollout.workflow=multi_turn")

@@ -147,7 +147,7 @@ def test_a_base_without_the_prefix_of_its_names_is_the_same_base(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({V_B: [3, 2]}, [], f"has {V_B} of shape [3, 2], not [2, 2]"),
+        ({V_B: [3, 2]}, [], f"has {V_B} with the shape [3, 2], but the trial needs [2, 2]"),
         ({Q_A: None}, [], f"lacks {Q_A}"),
         ({"model.layers.1.self_attn.q_proj.lora_A.weight": [2, 4]}, [], "which the trial would not train"),
         ({}, ["actor.target_modules=[q_proj]"], "has model.layers.0.self_attn.v_proj.lora_A.weight"),
@@ -161,7 +161,7 @@ def test_other_layers_and_shapes_are_refused_before_submission(tmp_path, changes
 
 def test_layers_of_an_unknown_model_are_compared_by_their_names(tmp_path):
     found = list_start_problems(tmp_path, "actor.target_modules=[q_proj]", kind="novel")
-    assert "has the layers q_proj, v_proj, not q_proj" in found["actor.lora_path"]
+    assert "has the layers q_proj, v_proj, and target_modules has q_proj" in found["actor.lora_path"]
 
 
 def test_a_critic_starts_from_an_adapter_with_a_head(tmp_path):

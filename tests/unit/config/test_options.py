@@ -57,8 +57,8 @@ def test_what_sbatch_takes_from_the_environment_is_a_default_that_is_named(tmp_p
     assert loaded.origins["launcher.slurm.account"] == "environment SBATCH_ACCOUNT"
     noted = [note for note in map(str, loaded.notes) if "SBATCH_" in note]
     assert noted == [
-        "launcher.slurm.account is 0123, by environment SBATCH_ACCOUNT.",
-        "launcher.slurm.time is 90, by environment SBATCH_TIMELIMIT.",
+        "launcher.slurm.account is 0123, set by environment SBATCH_ACCOUNT.",
+        "launcher.slurm.time is 90, set by environment SBATCH_TIMELIMIT.",
     ]
     with pytest.raises(ConfigError, match=r"launcher.slurm.time .environment SBATCH_TIMELIMIT"):
         load([], BASE, profiles=[], environ={"SBATCH_TIMELIMIT": "soon"})
@@ -71,7 +71,9 @@ def test_a_profile_that_is_asked_for_by_name_must_exist(tmp_path, monkeypatch):
     (tmp_path / "cluster" / "big.yaml").write_text("cluster: {n_nodes: 7}\n")
     loaded = load([], BASE, cluster="big")
     assert (loaded.config.cluster.n_nodes, loaded.config.cluster.cluster_name) == (7, "big")
-    with pytest.raises(ConfigError, match=r"--cluster bg: there is no such profile; .* has .*\bbig\b"):
+    with pytest.raises(
+        ConfigError, match=r"--cluster bg: there is no such profile; the profiles in .* are: .*\bbig\b"
+    ):
         load([], BASE, cluster="bg")
 
 

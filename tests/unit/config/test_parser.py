@@ -174,7 +174,7 @@ def test_loading_imports_nothing_heavy():
         ("launcher.slurm.time=banana", "banana can't be used; allowed: 24:00:00 (hours)"),
         (
             "gconfig.use_beam_search=true",
-            "true can't be used: completions are sampled; beam search is not built. Remove this",
+            "true can't be used: hpc-rl samples completions and has no beam search. Remove this",
         ),
     ],
 )

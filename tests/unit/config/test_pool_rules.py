@@ -82,7 +82,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
         ([TWO], "set pools.teacher.path or pools.student.path."),
         (
             [STUDENT, "allocation_mode=embedded[student]:d1+fsdp:d1"],
-            "must have one pool for the trained model",
+            "must have exactly one pool that is not in section pools",
         ),
     ],
 )  # fmt: skip
@@ -422,7 +422,7 @@ SCORED = [*SCORER, "rollout.reward_fn=liked,format"]
         ([*SCORED, "pools.liked.max_new_tokens=9"], "pools.liked.max_new_tokens has no effect"),
         (
             [*SCORED, "rollout.reward_fn=liked,judge", "rollout.judge.pool=liked"],
-            "make a second pool for one of them",
+            "make a second pool for the answers",
         ),
     ],
 )

@@ -22,7 +22,7 @@ def collect_warnings(*options: str, base=SGLANG) -> list[str]:
         ("gconfig.min_p=0.1", "servers sample from a part of the distribution"),
         ("gconfig.repetition_penalty=1.2", "sglang servers return log-probabilities with the penalty"),
         ("gconfig.frequency_penalty=0.5", "sglang servers return log-probabilities with the penalty"),
-        ("gconfig.min_new_tokens=4", "without the end-of-sequence tokens"),
+        ("gconfig.min_new_tokens=4", "leave the end-of-sequence token out"),
     ],
 )
 def test_sampling_that_the_loss_can_not_follow(option, words):

@@ -35,8 +35,8 @@ REFERENCES = {  # vocabulary and size of the reference model, what else its toke
     "the same, padded to another size": (NUMBERS, 8, {}, ""),
     "the same beside added tokens": (NUMBERS, 4, ADDED, ""),
     "no tokenizer of its own": (None, 3, {}, ""),
-    "other tokens": ({"<unk>": 0, "1": 2, "2": 1}, 3, {}, "the token '1' has the id 1, and there 2"),
-    "a part of the tokens": ({"<unk>": 0, "1": 1}, 3, {}, "the token '2' has the id 2, and there none"),
+    "other tokens": ({"<unk>": 0, "1": 2, "2": 1}, 3, {}, "the token '1' has the id 2 instead of 1"),
+    "a part of the tokens": ({"<unk>": 0, "1": 1}, 3, {}, "the token '2' (id 2) is missing"),
     "no output for a token": (NUMBERS, 2, {}, "vocabulary of 2 tokens (vocab_size), but the tokenizer of actor.path"),
     "another family, and no tokenizer": (None, 128_256, {}, "vocabulary of 128256 tokens (vocab_size), and actor.path"),
 }  # fmt: skip

@@ -80,7 +80,7 @@ def test_all_that_does_not_fit_is_named(path):
         engine_of(path)
     for words in (
         "lack model.layers.0.mlp.up_proj.weight, model.layers.1.input_layernorm.weight",
-        "model.norm.weight has shape [25], the model's is [24]",
+        "model.norm.weight has the shape [25], and [24] in the model",
         "does not use model.layers.0.mlp.up_poj.weight",
         str(path),
     ):

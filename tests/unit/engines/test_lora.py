@@ -96,7 +96,7 @@ def test_a_state_continues_and_another_rank_is_refused(model, tmp_path):
             {"target_modules": ["q_proj", "query"], "lora_path": ""},
             "target_modules query: .* it has down_proj",
         ),
-        ({"lora_rank": 33, "lora_path": ""}, r"lora_rank 33 exceeds the sizes of model.layers.0"),
+        ({"lora_rank": 33, "lora_path": ""}, r"lora_rank 33 exceeds the smallest width of model.layers.0"),
         ({"target_modules": ["q_proj"]}, "has .*down_proj.lora_A.weight, .* and 45 more tensors, which"),
     ],
 )

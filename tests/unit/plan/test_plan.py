@@ -269,7 +269,7 @@ def test_a_star_is_all_units_in_turn(text, filled):
 
 def test_a_star_in_turn_must_fill_the_units():
     assert plan_trial("allocation_mode=embedded:d*|fsdp:d*").allocation == "embedded:d1|fsdp:d1"
-    with pytest.raises(DoesNotFit, match=r"8 units are not a multiple of 3; write a number"):
+    with pytest.raises(DoesNotFit, match=r"8 GPUs are not a multiple of 3 per replica; write a number"):
         plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t3|fsdp:d*")
 
 

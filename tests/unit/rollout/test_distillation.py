@@ -121,7 +121,7 @@ async def test_a_demonstration_stands_before_the_same_tokens():
     with pytest.raises(Rejection, match="no demonstration in the column solution"):
         shown.encode({"prompt": "q"})
     other = TrajectoryGroup(0, [trajectory([9, 9, 1], [0, 0, 1])])
-    with pytest.raises(Rejection, match="begin with the prompt"):
+    with pytest.raises(Rejection, match="begin with its prompt"):
         await Teacher(pool, shown).score(other, prompt(prompt="q", solution="ab"))
     assert make_demonstration(DistillationConfig(), tokenizer) is None
     default = make_demonstration(DistillationConfig(demonstration_column="solution"), tokenizer)

@@ -65,7 +65,7 @@ async def test_an_answer_without_a_score_is_asked_for_again_then_rejects_the_pro
     assert await judge(pool, temperatures=[0.5]).reward("q", "a", {}) == 0.25
     assert len({seed for _, seed, _ in pool.asked}) == 3
     pool = Pool()
-    told = r"pool judge gave no score from 0 to 1.*it said last: 'no idea'"
+    told = r"pool judge gave no score from 0 to 1.*ends with 'no idea'"
     with pytest.raises(Rejection, match=told) as raised:
         await judge(pool, temperatures=[0.5], retries=1).reward("q", "a", {})
     assert raised.value.reason == "reward_exception" and len(pool.asked) == 2
@@ -74,7 +74,7 @@ async def test_an_answer_without_a_score_is_asked_for_again_then_rejects_the_pro
 async def test_a_temperature_without_a_score_does_not_count(caplog):
     pool = Pool("<score>0.25</score>", "no idea", "<score>0.75</score>")
     assert await judge(pool, retries=0).reward("q", "a", {}) == 0.5
-    assert "at temperature 0.5 it said last: 'no idea'" in caplog.text
+    assert "at temperature 0.5 ends with 'no idea'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ async def test_a_batched_reward_gets_all_completions_of_a_prompt_at_once(user_co
     process = await started("ranks:rank", 5.0)
     found = await process.rewards("q", ["b", "ccc", "a"], {"least": 1})
     assert found == [1.0, 2.0, 0.0] and [one.parts["length"] for one in found] == [1.0, 3.0, 1.0]
-    with pytest.raises(Rejection, match=r"the batched reward is \[1.0\] .* for 2 .*a list of 2 rewards"):
+    with pytest.raises(
+        Rejection, match=r"the batched reward returned \[1.0\] .* for 2 .*a list of 2 rewards"
+    ):
         await process.rewards("q", ["a", "b"], {"least": None})
 
 

@@ -243,16 +243,16 @@ NO_INT32 = "ids must be a one-dimensional array of int32"
         (TrajectoryGroup(3, [{}]), "trajectory 0 is dict"),
         (group(ids=[5, 6, 7]), NO_INT32),
         (group(ids=np.array([5, 6, 7])), NO_INT32),
-        (group(logprobs=floats(0, -1)), "logprobs has 2 entries, ids has 3"),
+        (group(logprobs=floats(0, -1)), "logprobs has 2 entries, but needs 3"),
         (group(logprobs=floats(0, np.nan, -2)), "logprobs must be finite"),
         (group(logprobs=floats(0, -np.inf, -2)), "logprobs must be finite"),
         (group(logprobs=np.array([0, -1, -2])), "logprobs must be a one-dimensional array of float32"),
         (group(ids=integers(5, 10, 7)), "trajectory 0 has token id 10; the model has 0 to 9"),
         (group(ids=integers(5, -1, 7)), "trajectory 0 has token id -1; the model has 0 to 9"),
         (group(advantages=floats(0, np.nan, 1)), "advantages must be finite"),
-        (group(advantages=floats(0, 1)), "advantages has 2 entries, ids has 3"),
+        (group(advantages=floats(0, 1)), "advantages has 2 entries, but needs 3"),
         (group(ref_logprobs=[0.0, 0.0, 0.0]), "ref_logprobs must be a one-dimensional array of float32"),
-        (group(steps=integers(-1, -1, 3)), "must name a weight version"),
+        (group(steps=integers(-1, -1, 3)), "must be at least 0 where loss_mask is true"),
     ],
 )
 def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
@@ -262,7 +262,9 @@ def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
 
 
 def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
-    with pytest.raises(Rejection, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
+    with pytest.raises(
+        Rejection, match=r"prompt 3: the workflow returned 1 trajectories; gconfig.n_samples is 4"
+    ):
         check_group(group(), 3, 10, num_trajectories=4)
 
 

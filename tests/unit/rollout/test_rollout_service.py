@@ -251,7 +251,7 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     await batches(service, 1, 2, 3, lineage=1)
     with pytest.raises(Stale):
         await service.batch(4, 0, 5)
-    with pytest.raises(Refused, match="the batch log has 3 batches, so batch 5"):
+    with pytest.raises(Refused, match="the batch log has 3 batches, so the next one can't be batch 5"):
         await service.batch(5, 1, 5)
     await service.retain(2)
     with pytest.raises(Refused, match="deleted already"):

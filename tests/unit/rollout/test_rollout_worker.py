@@ -377,7 +377,7 @@ async def test_a_stat_that_is_no_number_by_a_name_makes_a_bad_group(stats, evalu
         return TrajectoryGroup(0, [made])
 
     outcome = await answer(*make(Client(), measured), evaluate=evaluate)
-    assert (outcome["reason"], "stats must have a number" in outcome["error"]) == ("bad_group", True)
+    assert (outcome["reason"], "stats must map names to numbers" in outcome["error"]) == ("bad_group", True)
 
 
 @pytest.mark.parametrize(
@@ -673,10 +673,10 @@ def test_output_of_user_code_is_limited_and_marked():
     for _ in range(5000):
         output.take(b"x" * 999 + b"\n")
     assert OUTPUT_BYTES - 2000 < sum(map(len, written)) < OUTPUT_BYTES * 1.02
-    assert written[-1] == b"reward| more output than the log takes is left out\n"
+    assert written[-1] == b"reward| the reward writes too much: the log omits the next output\n"
     now[0] = 60.0
     output.take(b"later\n")
-    assert b"bytes of output were left out" in written[-2] and written[-1] == b"reward| later\n"
+    assert b"bytes of output were omitted" in written[-2] and written[-1] == b"reward| later\n"
 
 
 async def test_a_reward_that_raises_or_prints_a_secret_variable(
@@ -772,7 +772,7 @@ def unknown_token(made):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut_off, "logprobs has 4 entries, ids has 5"),
+        (cut_off, "logprobs has 4 entries, but needs 5"),
         (not_a_number, "must be finite"),
         (unknown_token, "prompt 40, trajectory 1 has token id 1000000; the model has 0 to 99"),
     ],

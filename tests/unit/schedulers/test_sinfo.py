@@ -57,7 +57,7 @@ def ask(n_nodes: int, **more) -> JobRequest:
         (ask(3, mem_mb=300000), "memory", "2 of 3 nodes", "--n_nodes 2 or at most 256000 MB per node"),
         (ask(1, time_s=86401), "time", "limit of 1-00:00:00; 1-00:00:01", "--time 1-00:00:00"),
         (ask(3, partition="short"), "nodes", "allows 2 nodes per job", "--n_nodes 2"),
-        (ask(3, constraint="ib"), "constraint", f"2 {OF_GPU} 'ib'", "--n_nodes 2"),
+        (ask(3, constraint="ib"), "constraint", f"2 {OF_GPU} the features 'ib'", "--n_nodes 2"),
         (ask(1, constraint="ib&h100"), "constraint", "features: a100, ib", "launcher.slurm.constraint=null"),
         (ask(1, nodelist="g[1,4]"), "nodelist", "has no node g4", "launcher.slurm.nodelist=null"),
         (ask(3, exclude="g[2-3]"), "exclude", "leaves 1 of the 3 nodes", "--n_nodes 1"),

@@ -205,9 +205,9 @@ async def test_errors_of_a_member_are_those_of_the_replica(replica):
     other = ModelCopy(made.here / "other/weights", made.copy.versions)
     with pytest.raises(Damaged):
         await backend.members.prepare(other, "0.9")
-    with pytest.raises(OSError, match=r"the copy on this node has version None, not 0\.1"):
+    with pytest.raises(OSError, match=r"the node's copy of the weights has version None, not 0\.1"):
         await backend.members.hold(other, str(FIRST))
-    with pytest.raises(OSError, match="runs already"):
+    with pytest.raises(OSError, match="already running"):
         await backend.members.start(str(made.here / "base"), None, "")
     status, answer = await backend.request("/prepare_weights", {"weight_version": "0.9"})
     assert status == 424 and answer["error"] == "damaged"

@@ -35,7 +35,8 @@ def test_news_are_told_once(fake_trial):
     fake_trial.lineage(1, 2, "7.0", incarnation=1, reason="loading checkpoint 2")
     assert narrator.news(load_status(fake_trial.trial)) == [
         "trainer-0: killed by signal 9; started again (incarnation 1)",
-        "training continues from checkpoint 2 as lineage 1: loading checkpoint 2",
+        "training continues from checkpoint 2 in a later start of the trainer (lineage 1): "
+        "loading checkpoint 2",
     ]
 
 

@@ -57,7 +57,7 @@ def test_the_log_that_has_the_traceback_is_the_next_command(fake_trial, role, co
 def test_a_batch_of_a_policy_that_is_far_away_is_told(fake_trial):
     fake_trial.row("7.0", {"step": 4, "time": time.time(), "behave_approx_kl": 7.03, "given_up": 128})
     said = "\n".join(describe_status(load_status(fake_trial.trial)))
-    assert "trajectories of weights that were given up 128" in said
+    assert "trajectories of discarded weights 128" in said
     assert "KL 7.03: the policy is far from the one that generated this batch" in said
 
 
@@ -173,7 +173,7 @@ def test_a_trial_that_waits_for_environments_says_so():
     assert list_problems(rollout, live=True) == []  # environments wait for the trainer
     rollout.trainer_s = 5.0
     (line,) = list_problems(rollout, live=True)
-    assert line == "no environment has connected yet; they do so once the trainer has started"
+    assert line == "no environment has connected yet; environments connect once the trainer has started"
     rollout.trainer_s = 90.0
     assert any("no environment is connected: look at" in line for line in list_problems(rollout, live=True))
     assert describe_rollout(rollout, live=True).startswith("0 groups ready, 0 batches cut, 0 rejected")
@@ -184,13 +184,13 @@ def test_a_trial_that_waits_for_environments_says_so():
     [
         (
             {"kind": "sequences", "parts": 3},
-            "12 of 16 sequences are ready; 3 more are of groups that are not",
+            "12 of 16 sequences are ready; 3 more sequences are of incomplete groups",
         ),
         ({"kind": "combination"}, "the groups of 4 and 6 that are ready do not add up to 16 sequences yet"),
         ({"kind": "sizes"}, "groups of 4 and 6 never add up to the 16 sequences of a batch: connect"),
         (
             {"kind": "share", "environment": "sums_0"},
-            "12 of the 16 sequences are ready that are kept for sums_0",
+            "12 of the 16 sequences reserved for sums_0 are ready",
         ),
     ],
 )

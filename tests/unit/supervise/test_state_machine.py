@@ -309,7 +309,9 @@ def test_a_trainer_that_does_not_stop_is_killed_then_left_behind(world):
     assert set(world.killed) == {SERVER_0, SERVER_1, ROLLOUT, TRAINER}
     world.pass_time(KILL_GRACE_S + 1)
     assert world.finish.code == 75
-    assert "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
+    assert (
+        "these processes could not be ended: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
+    )
 
 
 def test_helpers_that_do_not_end_are_killed(world):
@@ -406,7 +408,7 @@ def test_a_trainer_without_work_near_the_end_stopped_for_time(world):
     world.machine.announce_end(StopCause.TIME_LIMIT)
     world.end(TRAINER, 75)
     world.all_end()
-    assert world.finish == Finish(75, "the job's time is nearly over: no rollout would be finished")
+    assert world.finish == Finish(75, "the job's time is nearly over: no rollout would finish in time")
     assert world.machine.stop_cause is StopCause.TIME_LIMIT
 
 

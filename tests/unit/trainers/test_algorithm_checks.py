@@ -69,7 +69,7 @@ def update_with(tmp_path, monkeypatch, functions: dict[str, Any], **actor) -> No
         ({"select_groups": none_of(torch.ones(4).bool())}, "select_groups returned Tensor, expected a list"),
         ({"select_groups": none_of([0, 4])}, "select_groups returned a list with 4, .* from 0 to 3"),
         ({"select_rows": none_of([True, False, True, True])}, "select_rows returned a list with True"),
-        ({"select_rows": none_of([0, 1, 1])}, "select_rows returned a number twice"),
+        ({"select_rows": none_of([0, 1, 1])}, "select_rows returned a row number twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_result_is_refused_with_what_came_and_what_is_expected(

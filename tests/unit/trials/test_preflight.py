@@ -174,7 +174,10 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD + "#SBATCH --time=1\n", "line 6: sbatch ignores it, because it comes after the first command"),
+        (
+            GOOD + "#SBATCH --time=1\n",
+            "line 6: sbatch ignores this line, because it comes after the first command",
+        ),
         (GOOD.replace("--nodes=1", "--nodes=1\n#SBATCH --nodes=2"), "--nodes is given twice"),
         (
             GOOD.replace("--nodes=1", "--mem=1\n#SBATCH --mem-per-cpu=2"),

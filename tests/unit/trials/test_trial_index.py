@@ -97,7 +97,7 @@ def test_junk_in_the_index_is_passed_over(fake_trial):
 def test_an_index_that_cannot_be_written_costs_no_more_than_a_log_line(fake_trial, state_home, caplog):
     state_home.write_text("a file where the directory should be")
     assert trial_index.record_trial(fake_trial.trial) is False
-    assert "name it by its path" in caplog.text
+    assert "name the trial by its path" in caplog.text
     assert trial_index.list_entries() == []
 
 

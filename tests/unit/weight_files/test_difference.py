@@ -175,5 +175,5 @@ def test_without_a_record_a_flipped_value_is_noticed_by_the_checksum_of_the_rect
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_file_of_another_rank_is_refused(tmp_path, rank):
     _, record = write_two(tmp_path)
-    with pytest.raises(Damaged, match="rank 3 in format 1, but the one of rank"):
+    with pytest.raises(Damaged, match="rank 3 in format 1, expected: rank"):
         list(rank_file.load(tmp_path / record.name, rank, record))

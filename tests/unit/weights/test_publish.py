@@ -175,7 +175,9 @@ async def test_a_server_that_loaded_by_itself_is_asked_again(publisher, trial, s
 
 async def test_a_server_with_a_new_epoch_is_asked_again(publisher, trial, servers):
     servers[0].lie = True
-    assert (await publish(publisher, trial, 1)).failed["server/rollout/0"] == "reports '' after the update"
+    assert (await publish(publisher, trial, 1)).failed[
+        "server/rollout/0"
+    ] == "reports weights version '' after the update"
     servers[0].lie = False
     servers[0].lease = servers[0].names.lease(
         keys.server("rollout", 0), {"url": servers[0].url, "version": ""}, ttl_s=60
