@@ -124,7 +124,8 @@ class Workers:
         )
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             raise RequestRefused(
-                f"{self._failures} episodes in a row failed, the last with {raised.text}; the environment stops"
+                f"{self._failures} episodes in a row failed, the last with {raised.text}; "
+                "the environment stops"
             )
 
     def _is_wanted(self, group: ScoredGroup) -> bool:

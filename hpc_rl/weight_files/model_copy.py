@@ -78,8 +78,8 @@ class ModelFile:
             found = f"{place.dtype} of shape {list(place.shape)}" if place else "missing"
             expected = f"{rectangle.dtype} of shape {list(rectangle.whole_shape)}"
             raise Damaged(
-                f"tensor {rectangle.name} is {found} in this node's copy of the weights, but {expected} in the "
-                "published ones"
+                f"tensor {rectangle.name} is {found} in this node's copy of the weights, "
+                f"but {expected} in the published ones"
             )
         return self._bytes[place.begin : place.end].view(rectangle.word)
 
