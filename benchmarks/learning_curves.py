@@ -53,7 +53,7 @@ from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.given_tokens import compute_logprobs
 from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.wire import GivenTokens, SamplingParams
-from hpc_rl.stats.sinks import Sinks
+from hpc_rl.stats.metrics_writers import Sinks
 from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpc_rl.algorithms import kl, rewards
-from hpc_rl.algorithms.base import Loss, Options, RewardBatch, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, Options, RewardBatch, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)

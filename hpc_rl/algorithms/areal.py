@@ -12,9 +12,9 @@ import torch
 
 from hpc_rl.algorithms import grpo, kl, rewards
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.grpo import Options, compute_loss
 from hpc_rl.algorithms.normalization import normalize, number_groups
+from hpc_rl.algorithms.token_batch import RewardBatch
 
 
 def penalize_lengths(batch: RewardBatch, options: Options) -> torch.Tensor:

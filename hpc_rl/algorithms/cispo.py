@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hpc_rl.algorithms import base
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, TokenBatch
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)

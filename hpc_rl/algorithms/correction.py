@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from hpc_rl.algorithms.base import average_rows
+from hpc_rl.algorithms.token_batch import average_rows
 
 T = TypeVar("T")
 

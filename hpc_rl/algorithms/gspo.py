@@ -10,9 +10,9 @@ the credit is the same for all tokens of a sequence.
 import torch
 
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, TokenBatch
 from hpc_rl.algorithms.grpo import Options, clip_ratio
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 
 
 def compute_loss(tokens: TokenBatch, options: Options) -> Loss:

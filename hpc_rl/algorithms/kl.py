@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from hpc_rl.algorithms.base import Options, TokenBatch
+from hpc_rl.algorithms.token_batch import Options, TokenBatch
 
 
 def compute_kl_rewards(

@@ -4,9 +4,9 @@ import torch
 
 from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.normalization import Levels, normalize
 from hpc_rl.algorithms.rewards import SpreadCredit, shape_rewards
+from hpc_rl.algorithms.token_batch import RewardBatch
 
 
 def compare_rewards(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:

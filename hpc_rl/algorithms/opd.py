@@ -20,7 +20,7 @@ import torch
 
 from hpc_rl.algorithms import grpo, rewards
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, RewardBatch, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, RewardBatch, TokenBatch
 
 SMALLEST_REST = 1e-6  # of the policy's probability of all other tokens: its logarithm must be finite
 

@@ -9,8 +9,8 @@ import torch
 
 from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 
 
 def compute_returns(batch: RewardBatch, options: Options) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from hpc_rl.algorithms import grpo, rewards
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.token_batch import RewardBatch
 
 
 def center_rewards(batch: RewardBatch, options: grpo.Options) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.normalization import normalize
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 
 BLOCK = 128  # tokens per product with a triangular matrix of discounts
 

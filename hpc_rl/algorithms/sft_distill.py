@@ -7,8 +7,8 @@ the beam.
 import torch
 
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, Options, RewardBatch, TokenBatch
 from hpc_rl.algorithms.opd import keep_groups
+from hpc_rl.algorithms.token_batch import Loss, Options, RewardBatch, TokenBatch
 
 
 def compute_credit(batch: RewardBatch, options: Options) -> torch.Tensor:

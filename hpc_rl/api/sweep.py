@@ -13,8 +13,8 @@ from hpc_rl.api.tables import Records, make_records
 from hpc_rl.api.trial import Trial
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.sweep import SweepTrial
+from hpc_rl.status.state_reason import describe_state
 from hpc_rl.status.sweep_report import SweepReport, make_sweep_report
-from hpc_rl.status.trial_state import describe_state
 from hpc_rl.trials import sweep_points
 from hpc_rl.trials.sweeps import (
     SweepPlan,

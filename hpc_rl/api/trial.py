@@ -19,8 +19,8 @@ from hpc_rl.stats.kept_samples import load_samples, select_step
 from hpc_rl.stats.read import HELD_OUT, load_history
 from hpc_rl.status.log_files import choose, collect
 from hpc_rl.status.scheduler_view import TrialWatch, load_current_status
+from hpc_rl.status.state_reason import describe_state
 from hpc_rl.status.trial_report import TrialReport, list_facts, make_report
-from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import cancellation, listing, prepare, submission, trial_index
 

@@ -5,7 +5,7 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import flatten_line, format_duration
-from hpc_rl.status.trial_state import NOTHING_SAVED, describe_state
+from hpc_rl.status.state_reason import NOTHING_SAVED, describe_state
 from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.cancellation import CancelledJob, CancelOutcome, cancel, wait_until_over

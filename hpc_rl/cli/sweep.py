@@ -9,8 +9,8 @@ from hpc_rl.cli.options import CommandParser, Count, Namespace, align_columns, p
 from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.status.formatting import find_program_name, flatten_line, format_number
+from hpc_rl.status.state_reason import describe_state
 from hpc_rl.status.sweep_report import SweepReport, make_sweep_report
-from hpc_rl.status.trial_state import describe_state
 from hpc_rl.trials import sweep_points
 from hpc_rl.trials.cancellation import CancelOutcome
 from hpc_rl.trials.prepare import ConfigSources, load_config

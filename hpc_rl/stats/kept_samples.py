@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion
+from hpc_rl.stats.metrics_writers import JsonlSink
 from hpc_rl.stats.read import MetricsReader
-from hpc_rl.stats.sinks import JsonlSink
 
 if TYPE_CHECKING:  # commands read samples as text
     import numpy as np

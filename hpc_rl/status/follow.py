@@ -21,9 +21,9 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_exit, format_number
 from hpc_rl.status.rollout_report import list_problems
+from hpc_rl.status.state_reason import describe_state
 from hpc_rl.status.status_text import describe_scores
 from hpc_rl.status.top_view import TrialEye, describe_frame
-from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import TrialStatus
 
 TICK_S = 0.5

@@ -23,8 +23,8 @@ from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, list_roles, l
 from hpc_rl.status.formatting import format_duration, format_number, format_rate, format_time
 from hpc_rl.status.heartbeat import Heartbeat, SupervisorSilence
 from hpc_rl.status.rollout_report import RolloutReport, load_rollout
+from hpc_rl.status.state_reason import describe_exit, describe_job_exit, describe_state, determine_state
 from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
-from hpc_rl.status.trial_state import describe_exit, describe_job_exit, describe_state, determine_state
 from hpc_rl.status.weight_history import WeightHistory, load_weight_history
 from hpc_rl.supervise.server_array import ServerArray, load_arrays
 

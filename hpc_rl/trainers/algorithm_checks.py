@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, RewardBatch, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, RewardBatch, TokenBatch
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 

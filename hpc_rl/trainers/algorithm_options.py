@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from hpc_rl.algorithms.aent import Controller
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Options
 from hpc_rl.algorithms.correction import Correction
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.token_batch import Options
 from hpc_rl.config.load.fields import list_hints
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
@@ -33,7 +33,7 @@ def load_algorithm(config: GRPOConfig, option: str = OPTION) -> tuple[Algorithm,
     own = algorithm.options
     if not (isinstance(own, type) and issubclass(own, Options)):
         shown = own.__name__ if isinstance(own, type) else repr(own)
-        why = f": its `options` must be a subclass of hpc_rl.algorithms.base.Options, not {shown}"
+        why = f": its `options` must be a subclass of hpc_rl.algorithms.token_batch.Options, not {shown}"
         raise ConfigError(Refusal(option=option, value=repr(name), kind=Kind.FILE, why=why))
     return algorithm, make_options(algorithm, config, option)
 

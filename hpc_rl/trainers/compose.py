@@ -38,7 +38,7 @@ from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_prefetch import BatchPrefetch
 from hpc_rl.stats.kept_samples import SampleWriter
-from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
+from hpc_rl.stats.metrics_writers import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.callbacks import Callbacks
 from hpc_rl.trainers.critic import Critic

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.ppo import compute_returns, compute_value_loss
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 from hpc_rl.config.options.training import PPOCriticConfig
 from hpc_rl.core.types import Trajectory
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, Options, RewardBatch, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, Options, RewardBatch, TokenBatch
 from hpc_rl.config.algorithm_defaults import make_set_config
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.correction import Correction, choose_logprobs, compute_version_share
 from hpc_rl.algorithms.rewards import SpreadCredit
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.core.types import Batch, Trajectory

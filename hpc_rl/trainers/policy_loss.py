@@ -8,8 +8,8 @@ import torch
 
 from hpc_rl.algorithms import kl
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import TokenBatch
 from hpc_rl.algorithms.correction import Correction, interpolate_proximal
+from hpc_rl.algorithms.token_batch import TokenBatch
 from hpc_rl.engines.base import MicroBatch
 from hpc_rl.trainers import algorithm_checks
 from hpc_rl.trainers.algorithm_checks import OutputChecks

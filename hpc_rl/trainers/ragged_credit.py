@@ -12,9 +12,9 @@ from typing import overload
 import numpy as np
 import torch
 
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.normalization import normalize, normalize_rows
 from hpc_rl.algorithms.rewards import spread_rewards
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 
 CHUNK_TOKENS = 1 << 20  # of a padded chunk; some ten tensors have this size for a while
 

@@ -29,7 +29,7 @@ from hpc_rl.core.trial import Trial, load_json, load_object, parse_submission
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
 from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
-from hpc_rl.stats.sinks import Sinks
+from hpc_rl.stats.metrics_writers import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.callbacks import ERRORS, Callbacks

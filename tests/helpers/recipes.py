@@ -12,7 +12,7 @@ from hpc_rl.core.allocation import Train
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import LossFn, MicroBatch, Sequences
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.stats.sinks import Sinks
+from hpc_rl.stats.metrics_writers import Sinks
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
 

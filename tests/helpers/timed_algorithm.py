@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.grpo import GRPO, Options
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import RewardBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.name_resolve import open_names
-from hpc_rl.stats.sinks import JsonlSink, Sinks
+from hpc_rl.stats.metrics_writers import JsonlSink, Sinks
 from hpc_rl.trainers import start
 from hpc_rl.trainers.evaluations import EvaluationsBeside, make_numbers
 from hpc_rl.trainers.loop import train

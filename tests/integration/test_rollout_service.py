@@ -21,7 +21,7 @@ from hpc_rl.core.types import encode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import load_state
-from hpc_rl.stats.sinks import JsonlSink, Sinks
+from hpc_rl.stats.metrics_writers import JsonlSink, Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
 
 

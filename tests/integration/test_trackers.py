@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from hpc_rl.config.options.operations import MLflowConfig, StatsLoggerConfig, TrackioConfig
-from hpc_rl.stats.sinks import RunIdentity, open_sinks
+from hpc_rl.stats.metrics_writers import RunIdentity, open_sinks
 
 service, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 section = {"mlflow": MLflowConfig, "trackio": TrackioConfig}[service](mode="local")

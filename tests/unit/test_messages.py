@@ -28,8 +28,8 @@ from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.status import scheduler_view
+from hpc_rl.status.state_reason import describe_state
 from hpc_rl.status.submitted_jobs import TrialJob
-from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import load_status
 from hpc_rl.supervise import failure_policy
 from hpc_rl.supervise.job_policy import (

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms import areal
-from hpc_rl.algorithms.base import RewardBatch
 from hpc_rl.algorithms.grpo import Options
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.token_batch import RewardBatch
 
 
 def literal(rewards, mask, lengths, old, ref, kl_ctl, discount, lam, no_eos_zero, clip) -> torch.Tensor:

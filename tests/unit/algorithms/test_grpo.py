@@ -5,10 +5,10 @@ reference implementation and against hand-worked tokens.
 import pytest
 import torch
 
-from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.correction import Correction, choose_logprobs
 from hpc_rl.algorithms.grpo import GRPO, Options, compute_credit
 from hpc_rl.algorithms.normalization import Levels, number_groups
+from hpc_rl.algorithms.token_batch import RewardBatch, TokenBatch
 from hpc_rl.engines.base import MicroBatch
 from hpc_rl.trainers.policy_loss import PolicyLoss
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from hpc_rl.algorithms.base import Options, RewardBatch, TokenBatch
 from hpc_rl.algorithms.kl import compute_kl_rewards, compute_reference_loss, estimate_kl
 from hpc_rl.algorithms.normalization import Levels
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import Options, RewardBatch, TokenBatch
 
 
 def test_k1_is_a_reward_at_each_token_and_flows_back_through_the_credit() -> None:

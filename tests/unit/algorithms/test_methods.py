@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import cispo, gspo, m2po, ppo, sapo
-from hpc_rl.algorithms.base import Options, RewardBatch, TokenBatch
 from hpc_rl.algorithms.correction import Correction
 from hpc_rl.algorithms.grpo import GRPO
 from hpc_rl.algorithms.grpo import Options as Clip
+from hpc_rl.algorithms.token_batch import Options, RewardBatch, TokenBatch
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.trainers.algorithm_options import load_algorithm

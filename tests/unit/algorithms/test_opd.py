@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
 from hpc_rl.algorithms.opd import OPD, Options, compute_forward_kl
 from hpc_rl.algorithms.sft_distill import SFT_DISTILL
+from hpc_rl.algorithms.token_batch import RewardBatch, TokenBatch
 
 # four completions of up to three tokens, of two prompts
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 1, 1]], dtype=torch.bool)

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.rewards import (
     compute_gae,
     penalize_lengths,
@@ -13,6 +12,7 @@ from hpc_rl.algorithms.rewards import (
     select_informative_rows,
     shape_rewards,
 )
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 
 
 def plain_gae(rewards, mask, discount, gae_lambda) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, shorten_columns
-from hpc_rl.stats.sinks import JsonlSink
+from hpc_rl.stats.metrics_writers import JsonlSink
 from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")

@@ -31,7 +31,7 @@ from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
 from hpc_rl.servers.server_process import make_arguments
 from hpc_rl.servers.vllm import make_settings
-from hpc_rl.stats.sinks import RunIdentity, TensorBoardSink, open_sinks
+from hpc_rl.stats.metrics_writers import RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.trainers import compose
 from hpc_rl.trainers.run import find_tokenizer_folder
 from hpc_rl.trainers.timer import Timer

@@ -11,7 +11,7 @@ import torch
 
 from hpc_rl.algorithms import base, grpo
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.trainers.algorithm_checks import OutputChecks, try_algorithm

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import grpo, kl
-from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import number_groups
+from hpc_rl.algorithms.token_batch import RewardBatch, TokenBatch
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.check import check

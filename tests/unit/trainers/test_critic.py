@@ -9,8 +9,8 @@ import torch
 from recipes import RecordingEngine, make_run
 from small_engines import config_of
 
-from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.rewards import compute_credit
+from hpc_rl.algorithms.token_batch import Options, RewardBatch
 from hpc_rl.config.options.dataset import PromptDatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters

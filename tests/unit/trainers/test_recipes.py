@@ -15,7 +15,7 @@ from recipes import RecordingEngine, make_run
 
 from hpc_rl.algorithms import base, grpo
 from hpc_rl.algorithms.algorithm import Algorithm
-from hpc_rl.algorithms.base import Loss, TokenBatch
+from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 from hpc_rl.config.options.dataset import DatasetConfig, MixedSetConfig, PromptDatasetConfig
 from hpc_rl.config.options.distillation import DistillationConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig

@@ -16,7 +16,7 @@ from hpc_rl.config.options.operations import (
     WandBConfig,
 )
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, make_tag, open_sinks
+from hpc_rl.stats.metrics_writers import JsonlSink, RunIdentity, TensorBoardSink, make_tag, open_sinks
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -151,7 +151,7 @@ def test_sinks_need_no_torch(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from hpc_rl.stats.sinks import open_sinks
+from hpc_rl.stats.metrics_writers import open_sinks
 sinks = open_sinks(Path({str(tmp_path)!r}) / "m.jsonl", Path({str(tmp_path)!r}) / "tb")
 sinks.log(1, {{"loss": 1.0}})
 sinks.close()
