@@ -53,7 +53,7 @@ from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.given_tokens import compute_logprobs
 from hpc_rl.servers.embedded.model import Model
 from hpc_rl.servers.wire import GivenTokens, SamplingParams
-from hpc_rl.stats.metrics_writers import Sinks
+from hpc_rl.stats.metrics_writers import MetricsWriters
 from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
@@ -323,7 +323,7 @@ def make_recipe(config: GRPOConfig, folder: Path, num_prompts: int) -> GRPO:
         engine=engine,
         lineage=0,
         step=0,
-        sinks=Sinks([]),
+        writers=MetricsWriters([]),
     )
     transport: Any = SimpleNamespace(settle=lambda wait: None)
     return GRPO(run, SimpleNamespace(), transport, num_prompts, critic=critic)  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ class Manifest:
     counters: dict[str, int] = field(default_factory=dict)
     timers: dict[str, Any] = field(default_factory=dict)  # elapsed counts of each, not the frequencies
     adapted: dict[str, float] = field(default_factory=dict)  # numbers that the recipe adapts after each step
-    stats: dict[str, Any] = field(default_factory=dict)  # position of each sink
+    stats: dict[str, Any] = field(default_factory=dict)  # position of each writer
     # metrics of the evaluation of this state, as `eval_reward`; {} if it was not evaluated
     metrics: dict[str, float] = field(default_factory=dict)
     # of this package, the libraries and Python; `commit` of a checkout

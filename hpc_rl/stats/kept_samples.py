@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion
-from hpc_rl.stats.metrics_writers import JsonlSink
+from hpc_rl.stats.metrics_writers import JsonlWriter
 from hpc_rl.stats.read import MetricsReader
 
 if TYPE_CHECKING:  # commands read samples as text
@@ -89,10 +89,10 @@ class Sample(JsonRecord):
 
 
 class SampleWriter:
-    """Writes samples of a trainer incarnation to a sink. `decode` converts token ids to text."""
+    """Writes samples of a trainer incarnation as JSON lines. `decode` converts token ids to text."""
 
-    def __init__(self, sink: JsonlSink, decode: Callable[[list[int]], str], num_groups: int) -> None:
-        self._sink, self._decode, self._num_groups = sink, decode, num_groups
+    def __init__(self, writer: JsonlWriter, decode: Callable[[list[int]], str], num_groups: int) -> None:
+        self._writer, self._decode, self._num_groups = writer, decode, num_groups
 
     def write_step(
         self,
@@ -105,13 +105,13 @@ class SampleWriter:
         kept = groups[: self._num_groups]
         by_row = {id(row): one for row, one in zip(rows, advantages, strict=True)}
         if kept:
-            self._sink.log(step, {"samples": self._rows(step, kept, by_row, evaluation=False)})
+            self._writer.log(step, {"samples": self._rows(step, kept, by_row, evaluation=False)})
 
     def write_evaluation(self, step: int, reward: float, groups: Sequence[TrajectoryGroup]) -> None:
         """Write the groups of an evaluation. The mean reward distinguishes its line from a step's."""
         if groups:
             rows = self._rows(step, groups, {}, evaluation=True)
-            self._sink.log(step, {"eval_reward": reward, "samples": rows})
+            self._writer.log(step, {"eval_reward": reward, "samples": rows})
 
     def _rows(
         self,

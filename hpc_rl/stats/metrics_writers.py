@@ -1,4 +1,4 @@
-"""Sinks for metrics: JSON lines, TensorBoard and metrics services. Only rank 0 writes. No torch.
+"""MetricsWriters for metrics: JSON lines, TensorBoard and metrics services. Only rank 0 writes. No torch.
 
 A line is written completely before `log` returns, so a killed trainer loses no reported line.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Scalars = Mapping[str, float | int | str]
 
 
-class StatsSink(Protocol):
+class MetricsWriter(Protocol):
     """A receiver of metrics."""
 
     def log(self, step: int, scalars: Scalars) -> None: ...
@@ -35,7 +35,7 @@ class StatsSink(Protocol):
     def close(self) -> None: ...
 
     def state(self) -> dict[str, Any]:
-        """Return the sink's position, for the manifest of a generation."""
+        """Return the writer's position, for the manifest of a generation."""
 
 
 class FullDisk:
@@ -58,7 +58,7 @@ class FullDisk:
             self._reported = True
 
 
-class JsonlSink:
+class JsonlWriter:
     """One JSON object per line, `step` first; NaN and infinity become null.
 
     On a full disk, lines wait in memory, in order, for the next call. `file` replaces the file at `path`.
@@ -128,7 +128,7 @@ def make_tag(name: str, has_reward: bool) -> str:
     return f"rollout/{name}" if has_reward and name not in OF_UPDATE else f"train/{name}"
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Writes event files with TensorBoard's own writer, which needs neither TensorFlow nor torch.
 
     Metrics during a full disk are missing (the JSON lines have them); a new file begins when there is space
@@ -176,28 +176,28 @@ class TensorBoardSink:
         return {"folder": str(self.folder)}
 
 
-class Sinks:
-    """Several sinks as one. Sinks after the first get only every `every`-th step, and all evaluations."""
+class MetricsWriters:
+    """Several writers as one. The first gets all; the others get each `every`-th step and all evaluations."""
 
-    def __init__(self, sinks: list[StatsSink], every: int = 1) -> None:
-        self.sinks, self.every = sinks, every
+    def __init__(self, writers: list[MetricsWriter], every: int = 1) -> None:
+        self.writers, self.every = writers, every
 
     def log(self, step: int, scalars: Scalars) -> None:
         is_for_all = step % self.every == 0 or any(name.startswith("eval_") for name in scalars)
-        for sink in self.sinks if is_for_all else self.sinks[:1]:
-            sink.log(step, scalars)
+        for writer in self.writers if is_for_all else self.writers[:1]:
+            writer.log(step, scalars)
 
     def correct(self, step: int, scalars: Scalars) -> None:
         """Write a line of the JSON lines again: readers take the newest line of a step."""
-        for sink in self.sinks[:1]:
-            sink.log(step, scalars)
+        for writer in self.writers[:1]:
+            writer.log(step, scalars)
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        for writer in self.writers:
+            writer.close()
 
     def state(self) -> dict[str, Any]:
-        return {type(sink).__name__: sink.state() for sink in self.sinks}
+        return {type(writer).__name__: writer.state() for writer in self.writers}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class RunIdentity:
     config: Mapping[str, Any]
 
 
-class WandBSink:
+class WandBWriter:
     """Weights & Biases; all attempts of a trial share one run.
 
     `settings` is the section `stats_logger.wandb`.
@@ -251,7 +251,7 @@ class WandBSink:
         return {"id": self._run.id}
 
 
-class SwanlabSink:
+class SwanlabWriter:
     """SwanLab. `settings` is the section `stats_logger.swanlab`."""
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
@@ -274,7 +274,7 @@ class SwanlabSink:
         return {}
 
 
-class MLflowSink:
+class MLflowWriter:
     """MLflow; all attempts of a trial share one run. `settings` is the section `stats_logger.mlflow`.
 
     MLflow sends metrics in its own thread. If its server fails, it logs an error and training continues.
@@ -316,7 +316,7 @@ class MLflowSink:
         return {"id": self._id}
 
 
-class TrackioSink:
+class TrackioWriter:
     """Trackio; all attempts of a trial share one run. `settings` is the section `stats_logger.trackio`."""
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
@@ -344,12 +344,12 @@ class TrackioSink:
         return {}
 
 
-# section of `stats_logger` -> its sink
-SERVICES: dict[str, Callable[..., StatsSink]] = {
-    "wandb": WandBSink,
-    "swanlab": SwanlabSink,
-    "mlflow": MLflowSink,
-    "trackio": TrackioSink,
+# section of `stats_logger` -> its writer
+SERVICES: dict[str, Callable[..., MetricsWriter]] = {
+    "wandb": WandBWriter,
+    "swanlab": SwanlabWriter,
+    "mlflow": MLflowWriter,
+    "trackio": TrackioWriter,
 }
 
 
@@ -373,31 +373,31 @@ def _select_numbers(scalars: Scalars) -> dict[str, float | int]:
     }
 
 
-def open_sinks(
+def open_writers(
     metrics: Path,
     tensorboard: Path,
     start_step: int = 0,
     who: RunIdentity | None = None,
     stats_logger: Any = None,
-) -> Sinks:
-    """Open the sinks of an incarnation that continues from `start_step`.
+) -> MetricsWriters:
+    """Open the writers of an incarnation that continues from `start_step`.
 
     These are JSON lines, TensorBoard if it is installed, and the services in `stats_logger` that are not
     disabled. Raises ConfigError if the package of a service is missing.
     """
-    sinks: list[StatsSink] = [JsonlSink(metrics)]
+    writers: list[MetricsWriter] = [JsonlWriter(metrics)]
     try:
-        sinks.append(TensorBoardSink(tensorboard, start_step))
+        writers.append(TensorBoardWriter(tensorboard, start_step))
     except ImportError as error:
         logger.warning(
             "the trial writes no TensorBoard files, because tensorboard is not installed: %s", error
         )
-    opened = Sinks(sinks, stats_logger.every_steps if stats_logger else 1)
+    opened = MetricsWriters(writers, stats_logger.every_steps if stats_logger else 1)
     try:
         for name, service in SERVICES.items():
             settings = getattr(stats_logger, name, None)
             if settings is not None and settings.mode != "disabled":
-                sinks.append(service(who, settings))
+                writers.append(service(who, settings))
     except BaseException:
         opened.close()
         raise

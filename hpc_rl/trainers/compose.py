@@ -38,7 +38,7 @@ from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_prefetch import BatchPrefetch
 from hpc_rl.stats.kept_samples import SampleWriter
-from hpc_rl.stats.metrics_writers import JsonlSink, RunIdentity, Sinks, open_sinks
+from hpc_rl.stats.metrics_writers import JsonlWriter, MetricsWriters, RunIdentity, open_writers
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.callbacks import Callbacks
 from hpc_rl.trainers.critic import Critic
@@ -146,10 +146,10 @@ def _open_evaluations(run: Run, publisher: Publisher, stack: ExitStack) -> Evalu
 
 def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:
     """Return the writer of readable completions. Rank 0 only."""
-    sink = JsonlSink(start.attempt.samples(start.incarnation))
-    stack.callback(sink.close)
+    writer = JsonlWriter(start.attempt.samples(start.incarnation))
+    stack.callback(writer.close)
     decode = partial(Tokenizer(find_tokenizer_folder(config)).decode, skip_special_tokens=False)
-    return SampleWriter(sink, decode, config.rollout.keep_samples)
+    return SampleWriter(writer, decode, config.rollout.keep_samples)
 
 
 def compose_supervised(
@@ -278,7 +278,7 @@ def _make_run(
         critic=engines[1] if len(engines) > 1 else None,
         lineage=begun["lineage"],
         step=begun["step"],
-        sinks=Sinks([]),
+        writers=MetricsWriters([]),
     )
     if start.ranks.rank == 0:
         tensorboard = config.stats_logger.tensorboard.path
@@ -286,8 +286,8 @@ def _make_run(
         stored = redact(load_json(start.trial.config_json) or {})
         who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, start.trial.dir, stored)
         metrics = attempt.metrics(start.incarnation)
-        run.sinks = open_sinks(metrics, folder, run.step, who, config.stats_logger)
-        stack.callback(run.sinks.close)
+        run.writers = open_writers(metrics, folder, run.step, who, config.stats_logger)
+        stack.callback(run.writers.close)
         run.activity = Activity(attempt.activity("trainer", 0, start.incarnation))
         if config.callbacks:
             run.callbacks = Callbacks(config.callbacks, attempt, run.does)

@@ -260,7 +260,7 @@ class GRPO:
         """Log the results of an evaluation by set as a separate line; return its metrics. Rank 0 only."""
         run = self.run
         numbers = make_numbers(version, results, elapsed_s)
-        run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
+        run.writers.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
         if self.samples is not None and "" in results:
             self.samples.write_evaluation(step, results[""].reward, results[""].groups)
         logger.info("step %d: %s", step, describe_results(results))

@@ -29,7 +29,7 @@ from hpc_rl.core.trial import Trial, load_json, load_object, parse_submission
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
 from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
-from hpc_rl.stats.metrics_writers import Sinks
+from hpc_rl.stats.metrics_writers import MetricsWriters
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.callbacks import ERRORS, Callbacks
@@ -56,7 +56,7 @@ class Run(TrainerContext):
     critic: Engine | None = None  # of the critic; the same
     lineage: int  # of this incarnation
     step: int  # start: the step of the loaded generation, or 0
-    sinks: Sinks  # where metrics go; rank 0 only
+    writers: MetricsWriters  # where metrics go; rank 0 only
     stats: Tracker = field(default_factory=Tracker)  # metrics of the current step
     total_steps: int | None = None  # set by the loop
     evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last evaluation; on rank 0
@@ -274,7 +274,7 @@ class Run(TrainerContext):
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
         row |= self.callbacks.list_metrics() if self.callbacks else {}
-        self.sinks.log(step, row)
+        self.writers.log(step, row)
         self._line = (step, row)
         names = [name for name in row if name in LOGGED_METRICS or name.startswith("reward/")]
         shown = {
@@ -310,7 +310,7 @@ class Run(TrainerContext):
         if self.callbacks is not None and self._line is not None:
             at, row = self._line
             if row.get(ERRORS, 0) != self.callbacks.num_errors:
-                self.sinks.correct(at, row | self.callbacks.list_metrics())
+                self.writers.correct(at, row | self.callbacks.list_metrics())
 
     def _warn_of_idle(self, step: int, row: dict[str, float | int | str]) -> None:
         """Warn that nothing was learned for 10, 20, 40 and so on steps in a row."""
@@ -370,7 +370,7 @@ class Run(TrainerContext):
             adapted=dict(self.adapted),
             ledger=recipe.frontier(step),
             counters=list_counters(self.engines),
-            stats=self.sinks.state(),
+            stats=self.writers.state(),
             metrics=numbers if evaluated == step else {},
             versions=list_versions(self.trial),
         )

@@ -12,7 +12,7 @@ from hpc_rl.core.allocation import Train
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import LossFn, MicroBatch, Sequences
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.stats.metrics_writers import Sinks
+from hpc_rl.stats.metrics_writers import MetricsWriters
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
 
@@ -73,7 +73,11 @@ def make_micro_batch(
 
 
 def make_run(
-    tmp_path: Path, config: Config, engine: Any = None, trial: Trial | None = None, sinks: Sinks | None = None
+    tmp_path: Path,
+    config: Config,
+    engine: Any = None,
+    trial: Trial | None = None,
+    writers: MetricsWriters | None = None,
 ) -> Run:
     trial = trial or Trial(tmp_path / "trial")
     return Run(
@@ -90,5 +94,5 @@ def make_run(
         engine=engine or RecordingEngine(),
         lineage=0,
         step=0,
-        sinks=sinks or Sinks([]),
+        writers=writers or MetricsWriters([]),
     )

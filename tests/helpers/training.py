@@ -17,7 +17,7 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.name_resolve import open_names
-from hpc_rl.stats.metrics_writers import JsonlSink, Sinks
+from hpc_rl.stats.metrics_writers import JsonlWriter, MetricsWriters
 from hpc_rl.trainers import start
 from hpc_rl.trainers.evaluations import EvaluationsBeside, make_numbers
 from hpc_rl.trainers.loop import train
@@ -104,7 +104,7 @@ class FakeRecipe:
     def report_evaluation(self, step: int, version: str, results: dict, elapsed_s: float) -> dict:
         self.calls.append(f"evaluated {step}")
         numbers = make_numbers(version, results, elapsed_s)
-        self.run.sinks.log(step, numbers)
+        self.run.writers.log(step, numbers)
         return numbers
 
     def position(self, step: int) -> tuple[int, int]:
@@ -162,8 +162,10 @@ class Starter:
         )
         engine = self.engine = FakeEngine()
         begun = start.load_state(context, start.begin(context), [engine])
-        sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
-        run = Run(**vars(context), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks)
+        writers = MetricsWriters([JsonlWriter(attempt.metrics(self.incarnation))])
+        run = Run(
+            **vars(context), engine=engine, lineage=begun["lineage"], step=begun["step"], writers=writers
+        )
         if begun["manifest"]:
             run.restore(begun["manifest"])
         recipe = FakeRecipe(run, total, at)
@@ -174,7 +176,7 @@ class Starter:
         try:
             return train(run, recipe), recipe
         finally:
-            sinks.close()
+            writers.close()
 
     def end(self, code: int) -> None:
         """The supervisor's word on how the last incarnation ended."""

@@ -21,7 +21,7 @@ from hpc_rl.core.types import encode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import load_state
-from hpc_rl.stats.metrics_writers import JsonlSink, Sinks
+from hpc_rl.stats.metrics_writers import JsonlWriter, MetricsWriters
 from hpc_rl.trainers.grpo_recipe import GRPO
 
 
@@ -116,14 +116,14 @@ def test_what_a_workflow_measures_in_an_evaluation_is_logged_and_decides_what_is
     config = from_dict(load_json(trial.config_json))
     config.saver.keep_best = KeepBestConfig(metric="eval_made_by")
     metrics, client = trial.attempt("1.0").metrics(0), role.client()
-    sinks = Sinks([JsonlSink(metrics)])
-    trainer = make_run(tmp_path, config, FakeEngine(), trial, sinks)
+    writers = MetricsWriters([JsonlWriter(metrics)])
+    trainer = make_run(tmp_path, config, FakeEngine(), trial, writers)
     recipe = GRPO(trainer, client, SimpleNamespace(settle=lambda wait: None), num_prompts=10)
     for step in (2, 5):
         server.publish(f"0.{step}")
         trainer.evaluate(recipe, step)
     client.close()
-    sinks.close()
+    writers.close()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [(row["eval_made_by"], row["eval_question"]) for row in rows] == [(2.0, 13.0), (5.0, 13.0)]
     assert all(

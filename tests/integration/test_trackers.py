@@ -21,16 +21,16 @@ import sys
 from pathlib import Path
 
 from hpc_rl.config.options.operations import MLflowConfig, StatsLoggerConfig, TrackioConfig
-from hpc_rl.stats.metrics_writers import RunIdentity, open_sinks
+from hpc_rl.stats.metrics_writers import RunIdentity, open_writers
 
 service, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 section = {"mlflow": MLflowConfig, "trackio": TrackioConfig}[service](mode="local")
 who = RunIdentity("sums", "grpo", folder / "attempt", folder, {"actor": {"lr": 0.1}, "seed": 1})
-sinks = open_sinks(folder / "m.jsonl", folder / "tb", first, who, StatsLoggerConfig(**{service: section}))
+writers = open_writers(folder / "m.jsonl", folder / "tb", first, who, StatsLoggerConfig(**{service: section}))
 for step in (first, first + 1):
-    sinks.log(step, {"loss": 1 / step, "grad_norm": float("nan"), "reward/right": 0.5, "version": "0.3"})
-sinks.log(first, {"eval_pass@8": 0.25, "eval_version": "0.1"})
-sinks.close()
+    writers.log(step, {"loss": 1 / step, "grad_norm": float("nan"), "reward/right": 0.5, "version": "0.3"})
+writers.log(first, {"eval_pass@8": 0.25, "eval_version": "0.1"})
+writers.close()
 """
 READ_MLFLOW = """
 import json, os, sys

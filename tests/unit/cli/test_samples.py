@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, shorten_columns
-from hpc_rl.stats.metrics_writers import JsonlSink
+from hpc_rl.stats.metrics_writers import JsonlWriter
 from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -52,14 +52,14 @@ def trial(fake_trial):
     for number, (from_step, steps) in enumerate([(0, (1, 2, 3)), (2, (3,))]):
         attempt = trial.attempt(f"{7 + number}.0")
         attempt.make_dirs()
-        sink = JsonlSink(attempt.samples(0))
-        writer = SampleWriter(sink, letters, num_groups=1)
+        writer = JsonlWriter(attempt.samples(0))
+        writer = SampleWriter(writer, letters, num_groups=1)
         for step in steps:
             first = group(10 * number + step, step / 10, 0.9)
             advantages = [np.array([9.0, 9.0, 0.5, 0.5], np.float32)]
             writer.write_step(step, [first, group(99, 0.0)], first.trajectories[:1], advantages)
         writer.write_evaluation(steps[-1], 0.25, [TrajectoryGroup(0, [two_turns()])])
-        sink.close()
+        writer.close()
         fake_trial.lineage(number, from_step, attempt.id)
     trial_index.record_trial(trial)
     return trial
@@ -109,12 +109,12 @@ def test_text_for_people_and_what_to_do_where_nothing_matches(trial, capsys):
 
 def test_the_columns_of_the_row_stand_with_each_completion(fake_trial, capsys):
     fake_trial.run_to(1)
-    sink = JsonlSink(fake_trial.trial.attempt("7.0").samples(0))
+    writer = JsonlWriter(fake_trial.trial.attempt("7.0").samples(0))
     row = {"prompt": "p", "answer": "42", "tests": ["a", "b"], "story": "s" * 5000, "input_ids": [1]}
     columns, shortened = shorten_columns(row)
     one = TrajectoryGroup(3, [trajectory([1, 2, 3], 2, 0.5, [5])], columns, shortened)
-    SampleWriter(sink, letters, num_groups=1).write_step(1, [one], [], [])
-    sink.close()
+    SampleWriter(writer, letters, num_groups=1).write_step(1, [one], [], [])
+    writer.close()
     trial_index.record_trial(fake_trial.trial)
     (kept,) = ask(capsys)
     assert kept["columns"] == {"answer": "42", "tests": ["a", "b"], "story": "s" * MAX_COLUMN_CHARS}

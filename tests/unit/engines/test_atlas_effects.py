@@ -31,7 +31,7 @@ from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
 from hpc_rl.servers.server_process import make_arguments
 from hpc_rl.servers.vllm import make_settings
-from hpc_rl.stats.metrics_writers import RunIdentity, TensorBoardSink, open_sinks
+from hpc_rl.stats.metrics_writers import RunIdentity, TensorBoardWriter, open_writers
 from hpc_rl.trainers import compose
 from hpc_rl.trainers.run import find_tokenizer_folder
 from hpc_rl.trainers.timer import Timer
@@ -225,12 +225,12 @@ async def test_tokens_of_a_probe():
 
 def test_tensorboard_gets_every_third_step(tmp_path, monkeypatch):
     steps = []
-    monkeypatch.setattr(TensorBoardSink, "log", lambda _, step, __: steps.append(step))
+    monkeypatch.setattr(TensorBoardWriter, "log", lambda _, step, __: steps.append(step))
     logger = configured("logging_steps=3").stats_logger
-    sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", stats_logger=logger)
+    writers = open_writers(tmp_path / "m.jsonl", tmp_path / "tb", stats_logger=logger)
     for step in range(1, 8):
-        sinks.log(step, {"loss": 1.0})
-    sinks.close()
+        writers.log(step, {"loss": 1.0})
+    writers.close()
     assert steps == [3, 6] and len((tmp_path / "m.jsonl").read_text().splitlines()) == 7
 
 
@@ -242,7 +242,7 @@ def test_wandb_gets_what_is_reported(tmp_path, monkeypatch):
     who = RunIdentity("e", "t", tmp_path, tmp_path, {})
     for names in ("[wandb]", "none"):
         logger = configured(f"report_to={names}").stats_logger
-        open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger).close()
+        open_writers(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger).close()
     assert modes == ["online"]
 
 

@@ -16,7 +16,7 @@ from hpc_rl.config.options.operations import (
     WandBConfig,
 )
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.stats.metrics_writers import JsonlSink, RunIdentity, TensorBoardSink, make_tag, open_sinks
+from hpc_rl.stats.metrics_writers import JsonlWriter, RunIdentity, TensorBoardWriter, make_tag, open_writers
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -43,14 +43,14 @@ def test_tracker_times_a_block_that_raises():
 
 
 def test_a_line_is_on_disk_when_log_returns_and_is_strict_json(tmp_path):
-    sink = JsonlSink(tmp_path / "new" / "metrics.0.jsonl")
-    sink.log(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 0.5, "version": "0.1"})
-    text = sink.path.read_text()
+    writer = JsonlWriter(tmp_path / "new" / "metrics.0.jsonl")
+    writer.log(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 0.5, "version": "0.1"})
+    text = writer.path.read_text()
     assert text.endswith("\n")
     numbers = {"loss": None, "grad_norm": None, "reward": 0.5}
     assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "version": "0.1", **numbers}
-    assert sink.state() == {"file": "metrics.0.jsonl", "bytes": len(text)}
-    sink.close()
+    assert writer.state() == {"file": "metrics.0.jsonl", "bytes": len(text)}
+    writer.close()
 
 
 class Full:
@@ -77,18 +77,18 @@ class Full:
 def test_on_a_full_disk_no_line_is_lost_or_torn(tmp_path, caplog):
     path = tmp_path / "metrics.0.jsonl"
     disk = Full(path.open("ab", buffering=0), room=10**6)
-    sink = JsonlSink(path, disk)
-    sink.log(1, {"loss": 0.5})
+    writer = JsonlWriter(path, disk)
+    writer.log(1, {"loss": 0.5})
     disk.room = 7
-    sink.log(2, {"loss": 0.25})
-    sink.log(3, {"loss": 0.125})
+    writer.log(2, {"loss": 0.25})
+    writer.log(3, {"loss": 0.125})
     assert caplog.text.count("DISK FULL: metrics wait in memory") == 1
     disk.room = 10**6
-    sink.state()  # as before a generation is committed
-    assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [1, 2, 3]
-    sink.log(4, {})
-    sink.close()
-    assert [json.loads(line)["step"] for line in sink.path.read_text().splitlines()] == [1, 2, 3, 4]
+    writer.state()  # as before a generation is committed
+    assert [json.loads(line)["step"] for line in writer.path.read_text().splitlines()] == [1, 2, 3]
+    writer.log(4, {})
+    writer.close()
+    assert [json.loads(line)["step"] for line in writer.path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path, caplog):
@@ -101,26 +101,26 @@ def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path, caplog):
         def close(self) -> None: ...
 
     full, events, opened = True, [], []
-    sink = TensorBoardSink(tmp_path, open_writer=lambda: opened.append(Writer()) or opened[-1])
-    sink.log(1, {"loss": 0.5})
-    sink.log(2, {"loss": 0.5})
+    writer = TensorBoardWriter(tmp_path, open_writer=lambda: opened.append(Writer()) or opened[-1])
+    writer.log(1, {"loss": 0.5})
+    writer.log(2, {"loss": 0.5})
     assert caplog.text.count("DISK FULL: TensorBoard's files") == 1
     full = False
-    sink.log(3, {"loss": 0.5})
-    sink.close()
+    writer.log(3, {"loss": 0.5})
+    writer.close()
     assert [event.step for event in events] == [3] and len(opened) == 4  # a new file after each failure
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
     every = StatsLoggerConfig(every_steps=5)
     metrics = tmp_path / "metrics.0.jsonl"
-    sinks = open_sinks(metrics, tmp_path / "tensorboard", start_step=4, stats_logger=every)
-    sinks.log(5, {"time": 1000.0, "loss": 0.25, "version": "0.5"})
-    sinks.log(6, {"loss": 0.5})
-    sinks.log(6, {"eval_loss": 0.75})
+    writers = open_writers(metrics, tmp_path / "tensorboard", start_step=4, stats_logger=every)
+    writers.log(5, {"time": 1000.0, "loss": 0.25, "version": "0.5"})
+    writers.log(6, {"loss": 0.5})
+    writers.log(6, {"eval_loss": 0.75})
     assert len(metrics.read_text().splitlines()) == 3  # has every step
-    assert set(sinks.state()) == {"JsonlSink", "TensorBoardSink"}
-    sinks.close()
+    assert set(writers.state()) == {"JsonlWriter", "TensorBoardWriter"}
+    writers.close()
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -147,14 +147,14 @@ def test_tensorboard_has_metrics_in_groups():
     assert make_tag("accuracy", has_reward=False) == "train/accuracy"
 
 
-def test_sinks_need_no_torch(tmp_path):
+def test_metrics_writers_need_no_torch(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from hpc_rl.stats.metrics_writers import open_sinks
-sinks = open_sinks(Path({str(tmp_path)!r}) / "m.jsonl", Path({str(tmp_path)!r}) / "tb")
-sinks.log(1, {{"loss": 1.0}})
-sinks.close()
+from hpc_rl.stats.metrics_writers import open_writers
+writers = open_writers(Path({str(tmp_path)!r}) / "m.jsonl", Path({str(tmp_path)!r}) / "tb")
+writers.log(1, {{"loss": 1.0}})
+writers.close()
 print([name for name in ("torch", "tensorflow") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -193,10 +193,10 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
         wandb=WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
         swanlab=SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
     )
-    sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
-    sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
-    sinks.log(2, {"eval_reward": 0.5, "eval_version": "0.2"})
-    sinks.close()
+    writers = open_writers(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
+    writers.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
+    writers.log(2, {"eval_reward": 0.5, "eval_version": "0.2"})
+    writers.close()
     wanted = {"mode": "offline", "entity": "team", "tags": ["a"], "config": {"seed": 1}}
     wanted |= {"project": "sums", "name": "grpo", "group": "sums_grpo", "settings": {"base_url": "http://w"}}
     assert wanted.items() <= wandb.options.items() and wandb.id == "sums_grpo_train"
@@ -249,7 +249,7 @@ class FakeMLflow:
 def open_service(tmp_path, **section):
     who = RunIdentity("sums", "grpo", tmp_path / "attempt", tmp_path, {"actor": {"lr": 0.1}, "seed": 1})
     logger = StatsLoggerConfig(**section)
-    return open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
+    return open_writers(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
 
 
 def test_the_attempts_of_a_trial_are_one_run_of_mlflow(tmp_path, monkeypatch):
@@ -257,9 +257,9 @@ def test_the_attempts_of_a_trial_are_one_run_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     mlflow.start_run(run_name="another trial", tags={})
     for step in (3, 4):
-        sinks = open_service(tmp_path, mlflow=MLflowConfig(mode="local", tags={"team": "a"}))
-        sinks.log(step, {"loss": 0.5, "eval_pass@8": 0.25, "version": "0.3", "time": 1.0})
-        sinks.close()
+        writers = open_service(tmp_path, mlflow=MLflowConfig(mode="local", tags={"team": "a"}))
+        writers.log(step, {"loss": 0.5, "eval_pass@8": 0.25, "version": "0.3", "time": 1.0})
+        writers.close()
     assert mlflow.uri == (tmp_path / "mlflow").as_uri()
     assert mlflow.metrics == [("1", step, {"loss": 0.5, "eval_pass_8": 0.25}) for step in (3, 4)]
     run = mlflow.runs["1"]
@@ -284,9 +284,9 @@ def test_trackio_gets_names_numbers_and_a_folder_or_a_space(tmp_path, monkeypatc
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     monkeypatch.setenv("TRACKIO_SPACE_ID", "another/space")
     section = TrackioConfig(mode="online" if space else "local", space_id=space, project="p")
-    sinks = open_service(tmp_path, trackio=section)
-    sinks.log(3, {"loss": 0.5, "version": "0.3"})
-    sinks.close()
+    writers = open_service(tmp_path, trackio=section)
+    writers.log(3, {"loss": 0.5, "version": "0.3"})
+    writers.close()
     wanted = {"project": "p", "name": "grpo", "space_id": space, "resume": "allow"}
     assert wanted.items() <= trackio.options.items() and trackio.options["config"]["seed"] == 1
     assert os.environ.pop("TRACKIO_DIR") == str(tmp_path / "trackio")
@@ -308,7 +308,7 @@ def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkey
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     who = RunIdentity("sums", "grpo", tmp_path, tmp_path, {})
     with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]'`, or set it to disabled"):
-        open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, StatsLoggerConfig(**{package: section}))
+        open_writers(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, StatsLoggerConfig(**{package: section}))
 
 
 def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch):
@@ -319,10 +319,10 @@ def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch
 
 def test_tensorboard_shows_the_starts_of_a_trial_as_one_series(tmp_path):
     for start, last in ((0, 4), (2, 5)):
-        sink = TensorBoardSink(tmp_path, start)
+        writer = TensorBoardWriter(tmp_path, start)
         for step in range(start + 1, last + 1):
-            sink.log(step, {"loss": float(start)})
-        sink.close()
+            writer.log(step, {"loss": float(start)})
+        writer.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")

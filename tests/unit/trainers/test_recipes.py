@@ -535,7 +535,7 @@ def test_nothing_but_the_share_depends_on_the_number_of_ranks(drawn, num_minibat
 def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
     recipe = grpo_recipe(tmp_path)
     lines: list = []
-    recipe.run.sinks.log = lambda step, scalars: lines.append((step, dict(scalars)))  # type: ignore[method-assign]
+    recipe.run.writers.log = lambda step, scalars: lines.append((step, dict(scalars)))  # type: ignore[method-assign]
     assert recipe.evaluate(3)
     ((step, row),) = lines
     assert (step, row["eval_reward"], row["eval_num_prompts"]) == (3, 0.25, 200)
