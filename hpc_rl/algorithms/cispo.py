@@ -5,14 +5,14 @@ MiniMax, "MiniMax-M1", arXiv 2506.13585, equations 4 and 5.
 
 from dataclasses import dataclass
 
-from hpc_rl.algorithms import base
+from hpc_rl.algorithms import token_batch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.rewards import compute_credit
 from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(token_batch.Options):
     """The bounds of the weight: 1 - eps_clip (1 means no lower bound) and 1 + eps_clip_higher."""
 
     eps_clip: float = 1.0

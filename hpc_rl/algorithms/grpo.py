@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_rl.algorithms import base
+from hpc_rl.algorithms import token_batch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.rewards import compute_credit
 from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(token_batch.Options):
     """The clip ranges."""
 
     eps_clip: float = 0.2

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_rl.algorithms import base
+from hpc_rl.algorithms import token_batch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.rewards import compute_credit
 from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(token_batch.Options):
     """The temperatures of the gate, for positive and for negative credit."""
 
     sapo_tau_pos: float = 1.0

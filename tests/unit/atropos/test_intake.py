@@ -132,11 +132,14 @@ def test_a_missing_field_is_named():
         ),
         (
             {"inference_logprobs": [[1.0, -3e38, 0]]},
-            r"inference_logprobs\[0\] has a number that is not finite",
+            r"inference_logprobs\[0\] has a number outside of -1e\+06 to 1e\+06, or NaN",
         ),
         ({"tokens": [[1, 2**40, 3]]}, "too large"),
         ({"tokens": [], "masks": [], "scores": []}, "no sequence"),
-        ({"advantages": [[1, float("inf"), 1]]}, r"advantages\[0\] has a number that is not finite"),
+        (
+            {"advantages": [[1, float("inf"), 1]]},
+            r"advantages\[0\] has a number outside of -1e\+06 to 1e\+06, or NaN",
+        ),
         ({"ref_logprobs": [[1.0]]}, r"ref_logprobs\[0\] has 1 entries for 3 tokens"),
     ],
 )

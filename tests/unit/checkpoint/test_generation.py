@@ -117,7 +117,7 @@ def test_a_manifest_that_is_not_what_was_written_is_called_damaged(trial, spoil)
     save(trial, 3)
     path = trial.generation(3) / "manifest.json"
     path.write_bytes(spoil(path.read_bytes()))
-    assert check(trial.generation(3)).problem.startswith("manifest.json: damaged: ")
+    assert check(trial.generation(3)).problem.startswith("manifest.json: it is damaged: ")
 
 
 def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):

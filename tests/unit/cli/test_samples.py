@@ -52,14 +52,14 @@ def trial(fake_trial):
     for number, (from_step, steps) in enumerate([(0, (1, 2, 3)), (2, (3,))]):
         attempt = trial.attempt(f"{7 + number}.0")
         attempt.make_dirs()
-        writer = JsonlWriter(attempt.samples(0))
-        writer = SampleWriter(writer, letters, num_groups=1)
+        lines = JsonlWriter(attempt.samples(0))
+        writer = SampleWriter(lines, letters, num_groups=1)
         for step in steps:
             first = group(10 * number + step, step / 10, 0.9)
             advantages = [np.array([9.0, 9.0, 0.5, 0.5], np.float32)]
             writer.write_step(step, [first, group(99, 0.0)], first.trajectories[:1], advantages)
         writer.write_evaluation(steps[-1], 0.25, [TrajectoryGroup(0, [two_turns()])])
-        writer.close()
+        lines.close()
         fake_trial.lineage(number, from_step, attempt.id)
     trial_index.record_trial(trial)
     return trial

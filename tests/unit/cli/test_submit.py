@@ -177,7 +177,8 @@ def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped
     assert main(["recover", "small", "gconfig.n_samples=8", "--n_nodes", "1", "--replay"]) == 64
     said = capsys.readouterr().err
     assert (
-        "gconfig.n_samples can't change from 4 to 8 in trial sums/small: finished groups that are not" in said
+        "gconfig.n_samples can't change from 4 to 8 in trial sums/small: completions that are not trained on yet"
+        in said
     )
     assert "use gconfig.n_samples=4. For other values, `hpc-rl fork sums/small NEW`" in said
     assert "cluster.n_nodes" not in said

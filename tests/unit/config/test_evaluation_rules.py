@@ -82,7 +82,10 @@ def test_on_shared_units_an_evaluation_pauses_training():
     words = [*GRPO, "allocation_mode=embedded:d1|fsdp:d1"]
     found = checked(words)
     assert found.config.evaluator.blocking
-    assert any("evaluator.blocking" in str(note) and "in turn" in str(note) for note in found.notes)
+    assert any(
+        "evaluator.blocking" in str(note) and "take turns on the same GPUs" in str(note)
+        for note in found.notes
+    )
     assert refused([*words, "evaluator.blocking=false"]) == [("evaluator.blocking", Kind.CONFLICT)]
 
 

@@ -334,7 +334,7 @@ def test_a_preset_and_a_profile_are_deleted_from(files, tmp_path):
 
 
 def test_a_deletion_of_another_value_is_refused(files):
-    assert "~cluster.n_nodes=3: cluster.n_nodes is 2;" in files.refusal("~n_nodes=3")
+    assert "~cluster.n_nodes=3 deletes nothing, because cluster.n_nodes is 2;" in files.refusal("~n_nodes=3")
 
 
 @pytest.mark.parametrize(

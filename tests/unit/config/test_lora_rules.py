@@ -190,7 +190,7 @@ def test_modules_that_are_saved_whole_are_refused(tmp_path):
 def test_a_rank_above_the_smallest_width_is_refused(tmp_path):
     write_base(tmp_path / "model")
     found = list_refusals(tmp_path, "actor.lora_rank=3")["actor.lora_rank"]
-    assert "v_proj is [2, 4]" in found and "use at most 2" in found
+    assert "v_proj has [2, 4]" in found and "use at most 2" in found
     fits = list_refusals(tmp_path, "actor.lora_rank=3", "actor.target_modules=[q_proj]")
     assert "actor.lora_rank" not in fits
 

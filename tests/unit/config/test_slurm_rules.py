@@ -94,7 +94,7 @@ def test_memory_per_gpu_needs_gpus(refusals):
         ("--mem=4G", "launcher.slurm.mem"),
         ("-N4", "cluster.n_nodes"),
         ("-c 4", "cpus_per_task"),
-        ("--output=/dev/null", "the script"),
+        ("--output=/dev/null", "the job script sets"),
         ("x", "is not an option"),
         ("--a=b\nrm -rf /", "line break"),
         ("--hint=a --gres=gpu:1", "launcher.slurm.gres"),

@@ -65,7 +65,7 @@ def test_star_is_what_is_left():
         ("sglang:d4+mgatron:d4", 11, "'mgatron' is not a valid backend; did you mean megatron?"),
         ("(attn:d4t2|ffn:d8t1e1)", 1, "ffn t 1 needs an e above 1; without, it must equal attn t 2"),
         ("(attn:d4p2t1c1|ffn:d2p2t2e2)", 1, "attn has 8 ranks, ffn has 16"),
-        ("d4e3", 1, "can't be split"),
+        ("d4e3", 1, "4 ranks can't be divided"),
         ("sglang:d4c2+d4", 10, "'c' is not a valid dimension"),
         ("d04", 2, "leading zero"),
         ("d0", 2, "number of at least 1"),

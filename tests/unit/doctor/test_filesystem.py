@@ -72,7 +72,7 @@ def statvfs(**more):
 WRONG = [  # check, what is replaced by what, how severe, tokens of the finding and of the fix
     ("rename", (os, "replace", keeps_old), "fail", "rename", "another one"),
     ("link", (os, "link", nothing), "fail", "both win", "another one"),
-    ("exclusive create", (os, "mkdir", nothing), "fail", "twice", "another one"),
+    ("exclusive create", (os, "mkdir", nothing), "fail", "two writers", "another one"),
     ("locks", (fcntl, "flock", unlocked), "warn", "flock does not exclude", "HF_HOME"),
     ("sync time", (filesystem, "SLOW_SYNC_S", -1.0), "warn", "takes", "faster"),
     ("space", (os, "statvfs", statvfs(f_bavail=1)), "fail", "0.0 GB", "remove"),

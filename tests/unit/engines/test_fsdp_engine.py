@@ -362,7 +362,7 @@ def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -
         engine.load(tmp_path, 2)
     architecture = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**architecture, "intermediate_size": 40}))
-    with pytest.raises(ValueError, match=r"of another model: .*mlp"):
+    with pytest.raises(ValueError, match=r"belongs to another model: .*mlp"):
         engine_of(model_dir).load(tmp_path, 1)
     file = tmp_path / "actor-rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])

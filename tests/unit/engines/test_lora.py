@@ -85,7 +85,7 @@ def test_a_state_continues_and_another_rank_is_refused(model, tmp_path):
     for one, other in zip(resumed.shards, whole.shards, strict=True):
         assert torch.equal(one.local, other.local), one.name
     larger = make_engine(model, lora_path="", lora_rank=4)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         larger.load(tmp_path, 1)
 
 

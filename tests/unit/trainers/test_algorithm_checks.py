@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from hpc_rl.algorithms import base, grpo
+from hpc_rl.algorithms import grpo, token_batch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 from hpc_rl.core.algorithms import ALGORITHMS
@@ -139,7 +139,7 @@ def test_made_up_rows_find_the_same_mistakes():
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typed(base.Options):
+class Typed(token_batch.Options):
     width: float = 0.5
     count: int | None = None
     kind: Literal["soft", "hard"] = "soft"
@@ -190,5 +190,5 @@ def test_own_options_of_another_type_are_refused(tmp_path, monkeypatch, given, w
 def test_options_of_another_class_are_refused(tmp_path, monkeypatch, options, shown):
     odd = dataclasses.replace(TYPED, options=options)
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(ODD=odd))
-    with pytest.raises(ConfigError, match=rf"must be a subclass of .*base\.Options, not .*{shown}"):
+    with pytest.raises(ConfigError, match=rf"must be a subclass of .*token_batch\.Options, not .*{shown}"):
         grpo_recipe(tmp_path, algorithm="mine:ODD")

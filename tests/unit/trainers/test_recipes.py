@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes import RecordingEngine, make_run
 
-from hpc_rl.algorithms import base, grpo
+from hpc_rl.algorithms import grpo, token_batch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.token_batch import Loss, TokenBatch
 from hpc_rl.config.options.dataset import DatasetConfig, MixedSetConfig, PromptDatasetConfig
@@ -463,7 +463,7 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
     assert count_updates_per_step(grpo_recipe(tmp_path, ppo_n_minibatches=9).config) == 4
 
 
-def sequence_ratio_loss(tokens: TokenBatch, options: base.Options) -> Loss:
+def sequence_ratio_loss(tokens: TokenBatch, options: token_batch.Options) -> Loss:
     """The loss of GSPO (Zheng et al., arXiv 2507.18071): one ratio per sequence, the mean over its tokens."""
     num_rows = int(tokens.row_T.max()) + 1
     gap_T = (tokens.logprobs_T - tokens.prox_T) * tokens.mask_T
@@ -476,7 +476,7 @@ def sequence_ratio_loss(tokens: TokenBatch, options: base.Options) -> Loss:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Width(base.Options):
+class Width(token_batch.Options):
     width: float
 
 
