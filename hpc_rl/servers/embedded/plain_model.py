@@ -53,7 +53,7 @@ class PlainModel(nn.Module):
             self._make_module("lm_head").register_parameter("weight", base.embed_tokens.weight)
         for layer in base.layers:
             layer.self_attn.head_dim, layer.self_attn.scaling = config.head_dim, config.head_dim**-0.5
-        base.rotary_emb = self._compute_turns
+        base.rotary_emb = Rotary(config.head_dim, config.rope_theta)
 
     def _make_module(self, path: str) -> nn.Module:
         module: nn.Module = self
@@ -68,13 +68,20 @@ class PlainModel(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.get_submodule("lm_head")
 
-    def _compute_turns(
-        self, like: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [1, T, D] of rotary embeddings at positions [1, T]; types as in `like`."""
-        size = self.config.head_dim
-        pairs = torch.arange(0, size, 2, device=positions.device).float()
-        angles = positions[..., None].float() / self.config.rope_theta ** (pairs / size)
+
+class Rotary:
+    """Rotary position embeddings of type "default".
+
+    Not a method of the model: a model in a reference cycle would not free its memory at once.
+    """
+
+    def __init__(self, size: int, theta: float) -> None:
+        self._size, self._theta = size, theta
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [1, T, D] at positions [1, T], with the type of `like`."""
+        pairs = torch.arange(0, self._size, 2, device=positions.device).float()
+        angles = positions[..., None].float() / self._theta ** (pairs / self._size)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 

@@ -49,7 +49,7 @@ def test_reference_logprobs() -> None:
     assert choose_logprobs(servers, None, decoupled=False) == (servers, servers)
     assert choose_logprobs(servers, ours, decoupled=False) == (ours, ours)
     assert choose_logprobs(servers, ours, decoupled=True) == (ours, servers)
-    with pytest.raises(ValueError, match="actor.recompute_logprob true"):
+    with pytest.raises(ValueError, match=r"actor\.recompute_logprob true"):
         choose_logprobs(servers, None, decoupled=True)
 
 
