@@ -154,14 +154,14 @@ class FusedDecoder:
         return F.linear(normed, self.model.lm_head.weight).float()
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        x, prefilled = self._run(ids)
+        x, prefilled = self._compute_hidden(ids)
         last = torch.arange(len(ids), device=ids.device) * ids.shape[1] + lengths - 1
         return self._logits(x[last]), prefilled
 
     def compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._logits(self._run(ids)[0]).view(*ids.shape, -1)
+        return self._logits(self._compute_hidden(ids)[0]).view(*ids.shape, -1)
 
-    def _run(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _compute_hidden(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return hidden states [m * T, hidden] after the layers, and keys and values as `prefill`."""
         m, t = ids.shape
         cos, sin = self._tables(torch.arange(t, device=ids.device).repeat(m), t)

@@ -115,7 +115,7 @@ def list_shapes(config: SimpleNamespace) -> dict[str, tuple[int, ...]]:
 
 def load_plain(folder: Path, dtype: torch.dtype) -> PlainModel | None:
     """Return the model of a checkpoint, or None if transformers must load it. Raises OSError, ValueError."""
-    config = read_config(folder)
+    config = load_options(folder)
     if config is None or not any(folder.glob("*.safetensors")):
         return None
     tensors, shapes = load_tensors(folder), list_shapes(config)
@@ -142,9 +142,9 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_config(folder: Path) -> SimpleNamespace | None:
+def load_options(folder: Path) -> SimpleNamespace | None:
     """Return the options of config.json with their defaults, or None if transformers must read them."""
-    options, generation = (_read_json(folder / name) for name in ("config.json", "generation_config.json"))
+    options, generation = (_load_json(folder / name) for name in ("config.json", "generation_config.json"))
     rope = options.get("rope_parameters") or {"rope_theta": options.get("rope_theta")}
     is_known = (
         {"model_type", "hidden_act", *SIZES} <= options.keys() <= KNOWN
@@ -171,7 +171,7 @@ def read_config(folder: Path) -> SimpleNamespace | None:
     return SimpleNamespace(**options)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> dict[str, Any]:
     """Return an object; an empty one if the file is missing or damaged, which transformers then reports."""
     try:
         value = json.loads(path.read_text())
