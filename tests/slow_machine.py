@@ -3,7 +3,8 @@
     sudo python tests/slow_machine.py --share 0.33 make test
 
 Each process, also a daemon, gets its own cgroup with a quota of CPU time. A new process begins in the cgroup of
-its parent, so the two share one quota until this program moves it. Needs Linux, root, and cgroups (v1 or v2).
+its parent, so the two share one quota until this program moves it. Needs Linux, root, and
+cgroups (v1; the code for v2 is not tested).
 """
 
 from __future__ import annotations

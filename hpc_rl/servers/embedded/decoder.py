@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+FUSED_TYPES = ("llama", "qwen2", "qwen3")  # model_type of the models that FusedDecoder runs
+
 
 class CacheRows:
     """KV cache of rows that are decoded together. Row i has its tokens in columns 0 … length_i - 1.

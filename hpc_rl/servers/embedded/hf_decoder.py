@@ -8,10 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_rl.servers.embedded.decoder import CacheRows, Decoder, FusedDecoder
+from hpc_rl.servers.embedded.decoder import FUSED_TYPES, CacheRows, Decoder, FusedDecoder
 
 logger = logging.getLogger(__name__)
-FUSED_TYPES = ("llama", "qwen2", "qwen3")
 PROBE_TOLERANCE = 1e-3
 
 

@@ -14,14 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-TYPES = ("llama", "qwen2", "qwen3")
+from hpc_rl.servers.embedded.decoder import FUSED_TYPES
+
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
 )
 # the only values that FusedDecoder supports
 FIXED: dict[str, tuple[object, ...]] = {
-    "model_type": TYPES,
+    "model_type": FUSED_TYPES,
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),

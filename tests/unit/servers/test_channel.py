@@ -97,16 +97,25 @@ async def answer_at_once(request, send):
 @contextlib.asynccontextmanager
 async def serving(generate):
     server = ChannelServer(generate, 1 << 20)
+    async with listening(server, handler_cancellation=True, shutdown_timeout=0.1) as url:
+        try:
+            yield url
+        finally:
+            await server.close(0.1)
+
+
+@contextlib.asynccontextmanager
+async def listening(server, **options):
+    """Serve a channel at the URL that this gives. `options` are those of the web.AppRunner."""
     app = web.Application()
     app.router.add_get(CHANNEL, server.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, **options)
     await runner.setup()
     listener = bind("127.0.0.1")
     await web.SockSite(runner, listener).start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        await server.close(0.1)
         await runner.cleanup()
 
 
@@ -229,21 +238,14 @@ async def test_a_server_that_closes_lets_its_requests_end():
         return await answer_at_once(request, send)
 
     server = ChannelServer(generate, 1 << 20)
-    app = web.Application()
-    app.router.add_get(CHANNEL, server.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    listener = bind("127.0.0.1")
-    await web.SockSite(runner, listener).start()
-    async with open_session() as session:
-        channel = Channel(session, f"http://127.0.0.1:{listener.getsockname()[1]}", {})
+    async with listening(server) as url, open_session() as session:
+        channel = Channel(session, url, {})
         call = asyncio.create_task(channel.ask(make_one(), lambda parts: None))
         await begun.wait()
         closing = asyncio.create_task(server.close(extend(30)))
         ends.set()
         assert (await call)[0] == 200
         await closing
-        await runner.cleanup()
         await channel.close()
 
 
@@ -259,14 +261,7 @@ async def test_a_server_that_closes_tells_whether_it_has_begun_the_request(has_b
         await asyncio.Event().wait()
 
     server = Closing(generate, 1 << 20)
-    app = web.Application()
-    app.router.add_get(CHANNEL, server.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    listener = bind("127.0.0.1")
-    await web.SockSite(runner, listener).start()
-    async with open_session() as session:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with listening(server) as url, open_session() as session:
         client = HttpServerClient(session, url, "data")
         client._tokens_per_s = 1e6
         partial = PartialTurn(GenerateRequest([5], {"max_new_tokens": 8}, "r0"))
@@ -275,5 +270,4 @@ async def test_a_server_that_closes_tells_whether_it_has_begun_the_request(has_b
         assert isinstance(caught.value, ServerLost) == has_begun
         assert (partial.turn.num_regenerated > 0) == has_begun
         await server.closing
-        await runner.cleanup()
         await client.close()
