@@ -532,6 +532,8 @@ async def test_a_restarted_role_asks_only_the_held_out_prompts_without_an_outcom
     first = asyncio.create_task(evaluate(service, WeightVersion(0, 3)))
     while len(seen) < 4:
         await asyncio.sleep(0.01)
+    while service.evaluations.count_scored((WeightVersion(0, 3), "")) < 4:
+        await asyncio.sleep(0.01)  # an outcome is written after its prompt was asked
     first.cancel()
     service.ledger.close()
     (log,) = (tmp_path / "evaluations" / "0.3").glob("*.log")
