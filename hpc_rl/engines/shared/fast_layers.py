@@ -20,7 +20,6 @@ from hpc_rl.engines.shared import attention
 
 # model_type; all have RMS norms, rotary embeddings and an MLP with a gate
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-_Q_K_V, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def fits(hf: Any) -> bool:
@@ -80,7 +79,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers calls it."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    query, key, value = (one.view(shape) for one in _multiply(module, _Q_K_V, hidden_states))
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (one.view(shape) for one in _multiply(layers, hidden_states))
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = (one[:, :, None] for one in position_embeddings)
@@ -98,19 +98,26 @@ def _attend(
 
 
 def _compute_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    gate, up = _multiply(module, _GATE_UP, hidden_states)
+    layers = [module.gate_proj, module.up_proj]
+    if all(map(_is_plain, layers)):
+        return module.down_proj(_GatedUnit.apply(_multiply_joined(layers, hidden_states)))
+    gate, up = (layer(hidden_states) for layer in layers)
     return module.down_proj(F.silu(gate) * up)
 
 
-def _multiply(module: Any, names: Sequence[str], hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+def _multiply(layers: Sequence[Any], hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the results of linear layers with the same input, if possible from one product."""
-    layers = [getattr(module, name) for name in names]
     if not all(map(_is_plain, layers)):
         return [layer(hidden_states) for layer in layers]
+    output = _multiply_joined(layers, hidden_states)
+    return output.split([layer.out_features for layer in layers], dim=-1)
+
+
+def _multiply_joined(layers: Sequence[Any], hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the results of plain linear layers with the same input, side by side."""
     biases = [layer.bias for layer in layers]
     bias = None if biases[0] is None else torch.cat(biases)
-    output = _JoinedProduct.apply(hidden_states, bias, *(layer.weight for layer in layers))
-    return output.split([layer.out_features for layer in layers], dim=-1)
+    return _JoinedProduct.apply(hidden_states, bias, *(layer.weight for layer in layers))
 
 
 def _is_plain(layer: Any) -> bool:
@@ -141,6 +148,26 @@ class _JoinedProduct(torch.autograd.Function):
         if any(ctx.needs_input_grad[2:]):
             of_weights = (grad_NV.T @ x_NH).split([len(one) for one in weights])
         return of_x, grad_NV.sum(0) if ctx.has_bias else None, *of_weights
+
+
+class _GatedUnit(torch.autograd.Function):
+    """silu(gate) * up of [..., 2 * width], with gate in the first half; its gradient is made in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: torch.Tensor) -> torch.Tensor:
+        gate, up = joined.chunk(2, dim=-1)
+        active = F.silu(gate)
+        ctx.save_for_backward(joined, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        joined, active = ctx.saved_tensors
+        (gate, up), of_joined = joined.chunk(2, dim=-1), torch.empty_like(joined)
+        of_gate, of_up = of_joined.chunk(2, dim=-1)
+        torch.mul(grad, active, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return of_joined
 
 
 class _Norm(torch.autograd.Function):

@@ -103,13 +103,14 @@ class _TokenLogprobs(torch.autograd.Function):
         floor_N, log_kept_N = torch.full_like(entropy_N, -torch.inf), torch.zeros_like(entropy_N)
         is_one_tile = len(targets_NK) <= tile.rows and len(head_VH) <= tile.columns
         memory = _TileMemory(tile, hidden_NH, head_VH, in_place=not (needs_entropy or is_one_tile))
+        # log-probabilities; on the CPU also exp(l - max) and the factor that makes them probabilities
         kept: list[torch.Tensor] = []
         for rows in _split(len(targets_NK), tile.rows):
             at = _select_temperature(temperature, rows)
             sums = _RowSums(targets_NK[rows], hidden_NH.device)
             for columns in _split(len(head_VH), tile.columns):
                 logits_NV = memory.compute_logits(hidden_NH[rows], head_VH[columns], at)
-                sums.add(logits_NV, columns.start, memory, needs_entropy)
+                exp_NV = sums.add(logits_NV, columns.start, memory, needs_entropy, is_one_tile)
             shift_N = sums.max_N
             if group is not None:
                 sums.reduce(group)
@@ -125,8 +126,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 below_N, above_N = (logits_NV.kthvalue(num_left_out + i, dim=1).values for i in (0, 1))
                 floor_N[rows] = (below_N + above_N) / 2
                 entropy_N[rows], log_kept_N[rows] = _compute_clamped_entropy(logits_NV, floor_N[rows])
-            kept = [logits_NV] if is_one_tile else []
-            del logits_NV  # frees the memory for the next tile
+            if is_one_tile:
+                kept = [logits_NV]
+                if exp_NV is not None:
+                    kept += [exp_NV, (shift_N - log_sum_N[rows]).exp_()]
+            del logits_NV, exp_NV  # frees the memory for the next tile
         of_entropy = (entropy_N, floor_N, log_kept_N)
         ctx.save_for_backward(hidden_NH, head_VH, targets_NK, log_sum_N, *of_entropy, *kept)
         ctx.temperature, ctx.tile, ctx.group = temperature, tile, group
@@ -169,7 +173,10 @@ class _TokenLogprobs(torch.autograd.Function):
                         logprobs_NV, entropy_N[rows], floor_N[rows], log_kept_N[rows], ctx.is_clamped
                     ).mul_((grad_entropy_N[rows] / temperature)[:, None])
                 # of each target (onehot - softmax) * grad
-                grad_logits_NV = memory.exponentiate(logprobs_NV).mul_(-scale_NK.sum(1, keepdim=True))
+                if len(kept) > 1:
+                    grad_logits_NV = kept[1] * (kept[2] * -scale_NK.sum(1))[:, None]
+                else:
+                    grad_logits_NV = memory.exponentiate(logprobs_NV).mul_(-scale_NK.sum(1, keepdim=True))
                 inside_NK, place_NK = _find_own(targets_NK[rows] - columns.start, len(part_VH))
                 grad_logits_NV.scatter_add_(1, place_NK, scale_NK * inside_NK)
                 if more_NV is not None:
@@ -233,16 +240,26 @@ class _RowSums:
         self.sum_N = torch.zeros_like(self.max_N)  # of exp(l - max)
         self.product_N = torch.zeros_like(self.max_N)  # of exp(l - max) (l - max)
 
-    def add(self, logits_NV: torch.Tensor, first: int, memory: _TileMemory, needs_product: bool) -> None:
-        """Add the columns from `first` on, and subtract the largest logit so far from them, in place."""
+    def add(
+        self, logits_NV: torch.Tensor, first: int, memory: _TileMemory, needs_product: bool, keep: bool
+    ) -> torch.Tensor | None:
+        """Add the columns from `first` on, and subtract the largest logit so far, max, from them, in place.
+
+        Returns exp(l - max) on the CPU if it is to `keep`.
+        """
         inside_NK, place_NK = _find_own(self.targets_NK - first, logits_NV.shape[1])
         self.target_NK += logits_NV.gather(1, place_NK) * inside_NK
         self._raise_max(torch.maximum(self.max_N, logits_NV.amax(1)))
         logits_NV.sub_(self.max_N[:, None])
         exp_NV = memory.exponentiate(logits_NV)
         self.sum_N += exp_NV.sum(1)
+        if keep and memory.tensors:
+            if needs_product:
+                self.product_N += torch.bmm(exp_NV[:, None], logits_NV[:, :, None])[:, 0, 0]
+            return exp_NV
         if needs_product:
             self.product_N += exp_NV.mul_(logits_NV).sum(1)
+        return None
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Add the sums of the other ranks. Collective."""
