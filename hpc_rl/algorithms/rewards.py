@@ -175,7 +175,7 @@ def compute_gae(
         delta_N = delta_N + discount * next_N - own_N
     ordered_BT = torch.zeros(num_rows * most)
     ordered_BT[place_N] = delta_N
-    sums_BT = _sum_discounted(ordered_BT.view(num_rows, most), discount * gae_lambda)
+    sums_BT = sum_discounted(ordered_BT.view(num_rows, most), discount * gae_lambda)
     out = torch.zeros(num_rows * width)
     out[at_N] = sums_BT.reshape(-1)[place_N]
     return out.view(num_rows, width)
@@ -190,7 +190,7 @@ def _make_powers(decay: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tril((decay**gap_KK).float()), reach_K.float()
 
 
-def _sum_discounted(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
+def sum_discounted(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
     """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, in blocks of columns."""
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)

@@ -5,11 +5,13 @@ Suffixes of names: B trajectories, T tokens (of a row, or of a packed micro-batc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hpc_rl.algorithms.normalization import Levels
 
@@ -40,11 +42,27 @@ class Options:
     mask_no_eos_with_zero: bool = False
 
 
+@dataclass(frozen=True)
+class RowMasks:
+    """The masks of ragged rows, bool [L] each; a rectangle of them is made when it is read, and not kept."""
+
+    rows: Sequence[np.ndarray]
+
+    def __getitem__(self, rows_N: torch.Tensor) -> RowMasks:
+        return RowMasks([self.rows[i] for i in rows_N.tolist()])
+
+    def pad(self) -> torch.Tensor:
+        """Return a new bool [B, T], false behind the end of a row."""
+        if not self.rows:
+            return torch.zeros(0, 0, dtype=torch.bool)
+        return pad_sequence([torch.from_numpy(row) for row in self.rows], batch_first=True)
+
+
 class RewardBatch(NamedTuple):
     """The rewards of a whole train batch, one row per trajectory."""
 
     rewards_B: torch.Tensor  # float32, one scalar per trajectory, with the length penalties
-    mask_BT: torch.Tensor  # bool, true at the tokens that the model generated
+    masks: torch.Tensor | RowMasks  # bool [B, T], true at the tokens that the model generated; see mask_BT
     group_B: torch.Tensor | None = None  # int64, number of each row's group; None makes each row a group
     given_B: torch.Tensor | None = None  # float32, rewards without the length penalties
     truncated_B: torch.Tensor | None = None  # bool, whether the completion reached its token limit
@@ -59,15 +77,23 @@ class RewardBatch(NamedTuple):
     teacher_BT: torch.Tensor | None = None  # float32, log-probabilities of a teacher
     set_B: torch.Tensor | None = None  # int64, number of each row's data set, if these have own algorithms
 
+    @property
+    def mask_BT(self) -> torch.Tensor:
+        """The tokens that the model generated, bool."""
+        return self.masks.pad() if isinstance(self.masks, RowMasks) else self.masks
+
     def count_tokens(self) -> torch.Tensor:
         """Return the number of masked tokens of each row, int64 [B]."""
+        rows = self.masks.rows if isinstance(self.masks, RowMasks) else self.masks.numpy()
         # a sum over the mask would first copy it to int64
-        return torch.tensor([np.count_nonzero(row) for row in self.mask_BT.numpy()], dtype=torch.long)
+        return torch.tensor([np.count_nonzero(row) for row in rows], dtype=torch.long)
 
     def select(self, rows_N: torch.Tensor) -> RewardBatch:
         """Return the batch of some rows, by their numbers."""
         changes: dict[str, Any] = {
-            name: value[rows_N] for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
+            name: value[rows_N]
+            for name, value in self._asdict().items()
+            if isinstance(value, torch.Tensor | RowMasks)
         }
         return self._replace(**changes)
 

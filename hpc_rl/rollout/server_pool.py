@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
@@ -22,6 +22,9 @@ from hpc_rl.servers.wire import get_sampling_temperature
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Chat = list[dict[str, Any]]
+# to a chat; the exception of one that can't be input of the model
+Answers = list[Reply] | InputRefused | Rejection
 
 
 class ChatPool(Protocol):
@@ -29,12 +32,31 @@ class ChatPool(Protocol):
 
     async def ask(
         self,
-        messages: list[dict[str, Any]],
+        messages: Chat,
         seeds: Sequence[int],
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[Reply]:
         """Return an answer for each seed; None means the pool's own limit and temperature."""
+
+
+async def ask_each(asked: Iterable[Awaitable[list[Reply]]]) -> list[Answers]:
+    """Return the answers to several chats that are asked at once. Raises all but what Answers has."""
+
+    async def catch(one: Awaitable[list[Reply]]) -> Answers:
+        try:
+            return await one
+        except (InputRefused, Rejection) as error:
+            return _keep_refusal(error)
+
+    return await asyncio.gather(*map(catch, asked))
+
+
+def _keep_refusal(error: InputRefused | Rejection) -> InputRefused | Rejection:
+    """Return the exception of a chat that can't be input of the model; raise another one."""
+    if isinstance(error, Rejection) and error.reason != RejectReason.TOO_LONG:
+        raise error
+    return error
 
 
 class ServerPool:
@@ -131,13 +153,13 @@ class ServerPool:
         sampling = {**self._sampling, **own}
         return GenerateRequest(input_ids, sampling, next(self._rids), min_version, self._is_exact)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Chat) -> list[int]:
         """Return the tokens of a chat up to the model's reply. Raises ConfigError without a chat template."""
         return self.tokenizer.encode(self.tokenizer.chat(messages), add_special_tokens=False)
 
     async def ask(
         self,
-        messages: list[dict[str, Any]],
+        messages: Chat,
         seeds: Sequence[int],
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -148,6 +170,40 @@ class ServerPool:
         turns = await self.generate(
             [self.request(ids, seed, min_version, max_new_tokens, temperature) for seed in seeds]
         )
+        return self._decode(turns)
+
+    async def ask_many(
+        self,
+        chats: Sequence[Chat],
+        seeds: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        min_version: str = "",
+    ) -> list[Answers]:
+        """Return the answers to each chat, one for each of its seeds, by one request to one server.
+
+        The server that has read the beginning of one chat need not read it again in the others. Servers stay
+        balanced, because the router counts the samples of a request. Raises like ask, but for a chat that
+        can't be input.
+        """
+        found: dict[int, Answers] = {}
+        requests: dict[int, list[GenerateRequest]] = {}
+        for number, (messages, own) in enumerate(zip(chats, seeds, strict=True)):
+            try:
+                ids = self.encode_chat(messages)
+                requests[number] = [self.request(ids, seed, min_version, max_new_tokens) for seed in own]
+            except (InputRefused, Rejection) as error:
+                found[number] = _keep_refusal(error)
+        joined = [one for several in requests.values() for one in several]
+        try:
+            turns = iter(await self.generate(joined) if joined else [])
+        except InputRefused:  # which chat the server refuses is known if each has a request of its own
+            asks = [self.ask(chats[i], seeds[i], max_new_tokens, min_version=min_version) for i in requests]
+            found |= zip(requests, await ask_each(asks), strict=True)
+        else:
+            found |= {i: self._decode(itertools.islice(turns, len(own))) for i, own in requests.items()}
+        return [found[number] for number in range(len(chats))]
+
+    def _decode(self, turns: Iterable[Turn]) -> list[Reply]:
         decode = self.tokenizer.decode
         return [Reply(decode(turn.output_ids), len(turn.output_ids), turn.finish_reason) for turn in turns]
 

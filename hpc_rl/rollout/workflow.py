@@ -31,7 +31,7 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.distillation import TextSource
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import BatchReward, Rejection, get_parts
-from hpc_rl.rollout.server_pool import ChatPool, ServerPool
+from hpc_rl.rollout.server_pool import Answers, Chat, ChatPool, ServerPool, ask_each
 from hpc_rl.servers.client import GenerateRequest
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
@@ -113,7 +113,7 @@ class Sampler:
 
     async def ask(
         self,
-        messages: list[dict[str, Any]],
+        messages: Chat,
         pool: str,
         n: int = 1,
         label: str = "",
@@ -130,6 +130,24 @@ class Sampler:
                 messages, seeds, max_new_tokens, min_version=self._get_min_version(chosen)
             )
         return await chosen.ask(messages, seeds, max_new_tokens)
+
+    async def ask_many(
+        self, chats: Mapping[str, Chat], pool: str, n: int = 1, max_new_tokens: int | None = None
+    ) -> dict[str, Answers]:
+        """Return n answers of a pool to each of several chats, by their labels: those of `ask`, at less cost.
+
+        A chat that can't be input of the model has its exception, InputRefused or Rejection, in place of
+        answers.
+        """
+        chosen = self._find(pool)
+        seeds = [[self.make_seed(label, number) for number in range(n)] for label in chats]
+        if isinstance(chosen, ServerPool):
+            least = self._get_min_version(chosen)
+            found = await chosen.ask_many([*chats.values()], seeds, max_new_tokens, least)
+        else:  # an endpoint takes one chat at a time
+            asks = zip(chats.values(), seeds, strict=True)
+            found = await ask_each(chosen.ask(chat, own, max_new_tokens) for chat, own in asks)
+        return dict(zip(chats, found, strict=True))
 
     @property
     def source(self) -> ServerPool:

@@ -133,7 +133,7 @@ def try_algorithm(algorithm: Algorithm, options: Any, name: str, option: str = O
     has_teacher = "distillation" in algorithm.needs
     batch = RewardBatch(
         rewards_B=torch.tensor([1.0, 0.0, 1.0, 0.5]),
-        mask_BT=mask_BT,
+        masks=mask_BT,
         group_B=torch.tensor([0, 0, 1, 1]),
         given_B=torch.tensor([1.0, 0.0, 1.0, 0.5]),
         truncated_B=torch.zeros(4, dtype=torch.bool),

@@ -40,14 +40,10 @@ class ScoredRows:
     rewards_B: torch.Tensor  # with the length penalties
     group_B: torch.Tensor
     set_B: torch.Tensor  # int64, numbers of their data sets in a mixture
-    mask_BT: torch.Tensor  # bool, of the generated tokens
 
     def select(self, kept: list[int]) -> ScoredRows:
-        rows = [self.rows[i] for i in kept]
-        longest = max((len(row.ids) for row in rows), default=0)
         of_rows = (self.given_B[kept], self.rewards_B[kept], self.group_B[kept], self.set_B[kept])
-        kept_B = torch.tensor(kept, dtype=torch.long)
-        return ScoredRows(rows, *of_rows, self.mask_BT[kept_B, :longest])
+        return ScoredRows([self.rows[i] for i in kept], *of_rows)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.correction import Correction, choose_logprobs, compute_version_share
 from hpc_rl.algorithms.rewards import SpreadCredit
-from hpc_rl.algorithms.token_batch import Options, RewardBatch
+from hpc_rl.algorithms.token_batch import Options, RewardBatch, RowMasks
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.core.types import Batch, Trajectory
@@ -95,8 +95,7 @@ class PolicyData:
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         set_G = torch.tensor([self._find_set(group.index) for group in batch.groups], dtype=torch.long)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-        mask_BT = pad_rows([row.loss_mask for row in rows]) if rows else torch.zeros(0, 0, dtype=torch.bool)
-        scored = ScoredRows(rows, rewards_B, rewards_B, group_B, set_G[group_B], mask_BT)
+        scored = ScoredRows(rows, rewards_B, rewards_B, group_B, set_G[group_B])
         if not rows:
             return scored
         penalty_B = self.algorithm.penalize_lengths(self.make_rewards(scored), self.options)
@@ -131,9 +130,11 @@ class PolicyData:
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
         size = self.config.gconfig.n_samples
         shares = [row.share for row in rows]
+        masks = RowMasks([row.loss_mask for row in rows])
+        mask_BT = None if self.spreads_ragged else masks.pad()
         return RewardBatch(
             rewards_B=scored.rewards_B,
-            mask_BT=scored.mask_BT,
+            masks=masks if mask_BT is None else mask_BT,
             group_B=scored.group_B,
             given_B=scored.given_B,
             truncated_B=torch.tensor([row.finish_reason == "length" for row in rows]),
@@ -141,9 +142,7 @@ class PolicyData:
             share_B=torch.tensor(shares) if any(one != 1.0 for one in shares) else None,
             group_size=size,
             mixed_sizes=self._may_mix_sizes() and bool((sizes_G != size).any()),
-            token_rewards_BT=(
-                None if self.spreads_ragged else self._token_rewards(rows, scored.mask_BT, known)
-            ),
+            token_rewards_BT=None if mask_BT is None else self._token_rewards(rows, mask_BT, known),
             values_BT=values_BT,
             set_B=scored.set_B if self.has_sets else None,
             **(self._teacher_columns(rows, known) if self.has_teacher else {}),
@@ -217,25 +216,24 @@ class PolicyData:
                 lambda i: choose_credit(rows[i], np.where(rows[i].loss_mask, value_B[i], np.float32(0))),
             )
 
-        def make_batch(part: range) -> RewardBatch:
-            own = rows[part.start : part.stop]
-            mask_BT = pad_rows([row.loss_mask for row in own])
-            own_known = None if known is None else known.select(part)
-            return RewardBatch(
-                rewards.rewards_B[part.start : part.stop],
-                mask_BT,
-                token_rewards_BT=self._token_rewards(own, mask_BT, own_known),
-            )
+        masks = [row.loss_mask for row in rows]
 
-        def check(credit_BT: torch.Tensor, batch: RewardBatch) -> None:
-            shape, inputs = batch.mask_BT.shape, batch.list_inputs()
-            self.checks.check_tensor("compute_credit", credit_BT, shape, "[B, T]", inputs=inputs)
+        def make_token_rewards(part: range) -> torch.Tensor | None:
+            if not has_token_rewards:
+                return None
+            own = rows[part.start : part.stop]
+            own_known = None if known is None else known.select(part)
+            return self._token_rewards(own, pad_rows([row.loss_mask for row in own]), own_known)
+
+        def check(credit_BT: torch.Tensor, rewards_BT: torch.Tensor) -> None:
+            inputs = [rewards.rewards_B, rewards_BT]
+            self.checks.check_tensor("compute_credit", credit_BT, rewards_BT.shape, "[B, T]", inputs=inputs)
 
         assert rewards.group_B is not None
-        masks = [row.loss_mask for row in rows]
-        found = spread_rows(shaped_B, masks, rewards.group_B, options, make_batch, check)
-        for i, row in enumerate(rows):  # one at a time, so that the old one is freed
-            found[i] = choose_credit(row, found[i])
+        found = spread_rows(shaped_B, masks, rewards.group_B, options, make_token_rewards, check)
+        for i, row in enumerate(rows):
+            if row.zero_advantage or row.advantages is not None:
+                found[i] = choose_credit(row, found[i])
         return found
 
     def select_tokens(self, rows: list[Trajectory], known: Known) -> list[np.ndarray]:

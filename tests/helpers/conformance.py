@@ -743,6 +743,9 @@ class Conformance:
             greedy = await servers.ask(messages, [1, 2], min_version=served.label)
             assert await endpoint.ask(messages, [1]) == greedy[:1] == greedy[1:]
             assert len(await servers.ask(messages, [1], max_new_tokens=1, temperature=1.0)) == 1
+            longer = [{"role": "user", "content": "1+2+3"}]
+            joined = await servers.ask_many([messages, longer], [[1, 2], [3]], min_version=served.label)
+            assert joined == [greedy, await servers.ask(longer, [3], min_version=served.label)]
             several = await endpoint.ask(messages, [5, 6, 7], 3, temperature=1.0)
             assert len(several) == 3 and max(len(one.text) for one in several) <= 3
             answers = await TextSource(endpoint, tokenizer, sampling).sample({"prompt": "1+2"}, 3, [5], "0.7")
@@ -752,6 +755,10 @@ class Conformance:
                 await endpoint.check_scoring()  # our servers score by their own path
             with pytest.raises(InputRefused, match=r"pool student: .*/v1/chat/completions answered 400"):
                 await endpoint.ask([{"role": "user", "content": "1" * 5000}], [1])
+            unlimited = ServerPool("rollout", router, tokenizer, sampling)
+            chats = [messages, [{"role": "user", "content": "1" * 5000}]]
+            answered, refused = await unlimited.ask_many(chats, [[1], [2]])
+            assert answered == greedy[:1] and isinstance(refused, InputRefused)
             with pytest.raises(Rejection, match="5001 tokens, the model's context is 4096"):
                 await servers.ask([{"role": "user", "content": "1" * 5000}], [1])
         with pytest.raises(ConfigError, match=r"pool student: .*/v1/models answered 401"):

@@ -25,14 +25,17 @@ def test_a_benchmark_says_what_it_does(path, monkeypatch, capsys):
 
 
 def test_ragged_credit_takes_little_memory(tmp_path):
-    options = ["--pairs", "1", "--size", "small", "--cases", "adv_norm", "--out", tmp_path / "out.json"]
+    options = ["--pairs", "1", "--size", "small", "--cases", "adv_norm", "kl_rewards"]
+    options += ["--out", tmp_path / "out.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "benchmarks" / "advantages.py", *options]
     subprocess.run(command, check=True, env=environment)
-    found = json.loads((tmp_path / "out.json").read_text())["cases"]["adv_norm"]
+    found = json.loads((tmp_path / "out.json").read_text())["cases"]
     one_column_mb = 256 * 32_768 * 4 / 1e6
-    assert found["ragged"]["peak_mb"]["max"] < one_column_mb  # 9 MB: the mask
-    assert found["rectangle"]["peak_mb"]["min"] > 5 * one_column_mb, "the measurement sees nothing"
+    assert found["adv_norm"]["ragged"]["peak_mb"]["max"] < 0.2 * one_column_mb  # 1 MB: not even the mask
+    assert found["kl_rewards"]["ragged"]["peak_mb"]["max"] < 2 * one_column_mb  # the credit, and 25 MB
+    for case in found.values():
+        assert case["rectangle"]["peak_mb"]["min"] > 5 * one_column_mb, "the measurement sees nothing"
 
 
 @pytest.mark.timeout(600)

@@ -6,7 +6,8 @@ For each question:
    probe): once for a prompt, shared by its group, and not repeated after a kill;
 2. one input for the teacher, from question and approach, and n_samples completions of it: only these tokens
    are trained on;
-3. the student's answers with each teaching (`taught`), and its reward (reward.py).
+3. the student's answers with each teaching (`taught`), all by one request to one of its servers, and the
+   reward of each (reward.py).
 
 `rollout.reward_fn` scores the answers. All texts come from templates with named values, each one a chat turn
 for its model.
@@ -19,20 +20,18 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.teacher import STUDENT, TemplatesConfig
-from hpc_rl.core.errors import ConfigError, InputRefused
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn
 from hpc_rl.datasets.encode import find_question
-from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Rejection, fill_from_row
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, fill_from_row
 from hpc_rl.rollout.rewards.answers import find_truth
+from hpc_rl.rollout.server_pool import Chat
 from hpc_rl.rollout.teacher.leak import find_teaching, has_leaked
 from hpc_rl.rollout.teacher.reward import Lesson, compute_values, load_parts
 from hpc_rl.rollout.workflow import Sampler, trajectory
 
 logger = logging.getLogger(__name__)
-
-Chat = list[dict[str, Any]]
 
 
 class TeacherWorkflow:
@@ -79,43 +78,47 @@ class TeacherWorkflow:
             generate.samples(ids), self._score(row, generate, "baseline", answers)
         )
         self._show(generate, "probe", probed.text)
+        answered = await self._teach(row, generate, turns, approach)
         lessons = (
-            self._teach(row, generate, number, (ids, turn), approach, p_baseline)
-            for number, turn in enumerate(turns)
+            self._reward(row, generate, number, (ids, turn), answers, approach, p_baseline)
+            for number, (turn, answers) in enumerate(zip(turns, answered, strict=True))
         )
         return TrajectoryGroup(generate.index, list(await asyncio.gather(*lessons)))
 
     async def _teach(
+        self, row: "_Row", generate: Sampler, turns: list[Turn], approach: str
+    ) -> list[list[Reply]]:
+        """Return the student's answers with each teaching."""
+        chats: dict[str, Chat] = {}
+        for number, turn in enumerate(turns):
+            teaching = find_teaching(generate.tokenizer.decode(turn.output_ids))
+            chat = row.chat("with_teaching", self._templates, approach=approach, teaching=teaching)
+            self._show_chat(generate, label := f"taught.{number}", chat)
+            chats[label] = chat
+        answered = await generate.ask_many(chats, STUDENT, self._options.num_taught_answers)
+        for number, found in enumerate(answered.values()):
+            if not isinstance(found, list):
+                form = "teaching %d of prompt %d gets no reward, as it can't be input of the student: %s"
+                logger.info(form, number, generate.index, found)
+        # a value, not a missing row: a teaching that the student can't read teaches nothing
+        return [found if isinstance(found, list) else [] for found in answered.values()]
+
+    async def _reward(
         self,
         row: "_Row",
         generate: Sampler,
         number: int,
         completion: tuple[list[int], Turn],
+        answers: list[Reply],
         approach: str,
         p_baseline: float,
     ) -> Trajectory:
-        """Give the student one teaching; return its trajectory, with its reward."""
+        """Return the trajectory of a teaching, with its reward for the student's answers."""
         text = generate.tokenizer.decode(completion[1].output_ids)
         teaching, truth = find_teaching(text), find_truth(row.columns)
-        chat = row.chat("with_teaching", self._templates, approach=approach, teaching=teaching)
-        label = f"taught.{number}"
-        self._show_chat(generate, label, chat)
-        try:
-            answers = await generate.ask(chat, STUDENT, self._options.num_taught_answers, label)
-        except (InputRefused, Rejection) as error:
-            if isinstance(error, Rejection) and error.reason != RejectReason.TOO_LONG:
-                raise
-            # a value, not a missing row: a teaching that the student can't read teaches nothing
-            logger.info(
-                "the teacher's text %d for prompt %d gets no reward, as it can't be input of the student: %s",
-                number,
-                generate.index,
-                error,
-            )
-            answers = []
         lesson = Lesson(
             baseline=p_baseline,
-            taught=await self._score(row, generate, label, answers),
+            taught=await self._score(row, generate, f"taught.{number}", answers),
             teaching=teaching,
             num_tokens=len(generate.tokenizer.encode(teaching, add_special_tokens=False)),
             leaks=truth is not None and has_leaked(truth, teaching, row.question, approach),

@@ -21,7 +21,7 @@ REWARDS = torch.tensor([1.0, 0.0, 2.0, 2.0])  # of group 1 all alike
 def make_batch(**changes) -> RewardBatch:
     return RewardBatch(
         rewards_B=REWARDS,
-        mask_BT=MASK,
+        masks=MASK,
         group_B=torch.tensor([0, 0, 1, 1]),
         teacher_BT=TEACHER,
         logprobs_BT=POLICY,
@@ -144,7 +144,7 @@ def test_the_gradient_of_the_forward_divergence_is_the_one_of_autograd():
 
 
 def test_samples_of_a_teacher_are_learned_by_cross_entropy():
-    batch = RewardBatch(rewards_B=torch.zeros(4), mask_BT=MASK)
+    batch = RewardBatch(rewards_B=torch.zeros(4), masks=MASK)
     credit = SFT_DISTILL.compute_credit(batch, SFT_DISTILL.options())
     loss = SFT_DISTILL.compute_loss(make_tokens(credit, POLICY, POLICY), SFT_DISTILL.options())
     assert set(loss.components_T) == {"ce"}

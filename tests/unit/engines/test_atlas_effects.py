@@ -190,6 +190,9 @@ class Asked:
         self.texts[label], self.limits[label] = chat[-1]["content"], max_new_tokens
         return [Reply("x", 1, "stop")] * n
 
+    async def ask_many(self, chats, pool, n=1):
+        return {label: await self.ask(chat, pool, n, label) for label, chat in chats.items()}
+
     async def once(self, key, make):
         return await make()
 

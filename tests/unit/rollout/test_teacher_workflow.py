@@ -9,13 +9,15 @@ import tokenizers
 from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
+from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.rules.check import check
-from hpc_rl.core.errors import ConfigError, InputRefused
+from hpc_rl.core.errors import ConfigError, InputRefused, ServerUnavailable
 from hpc_rl.core.types import Reply, Turn, decode
 from hpc_rl.datasets.encode import encode_prompt
+from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.rollout.rewards import BUILTINS, make_built_in, score_each
-from hpc_rl.rollout.server_pool import ServerPool
+from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
 
@@ -76,10 +78,42 @@ class Teacher:
         return [Turn(made, [-0.5] * len(made), [("0.4", 0, len(made))], "stop") for made in ids]
 
 
+class Endpoint(Student):
+    """A student that is an external endpoint: it answers by the seeds."""
+
+    async def ask(self, messages, seeds, max_new_tokens=None, temperature=None):
+        found = [await super(Endpoint, self).ask(messages, range(2)) for _ in seeds]
+        return [said[seed % 2] for said, seed in zip(found, seeds, strict=True)]
+
+
+class Servers(Endpoint):
+    """The router of a student that the trial serves: it answers the same."""
+
+    def __init__(self, tokenizer: Tokenizer, answers: dict[str, list[str]], errors=()) -> None:
+        super().__init__(answers)
+        self.tokenizer, self.requests, self.errors = tokenizer, [], list(errors)
+
+    async def generate_many(self, requests):
+        self.requests.append(requests)
+        if self.errors:
+            raise self.errors.pop(0)
+        return [await self._answer(one) for one in requests]
+
+    async def _answer(self, request):
+        text = self.tokenizer.decode(request.input_ids).removeprefix("[user]").removesuffix("[assistant]")
+        (reply,) = await self.ask([{"content": text}], [request.sampling["sampling_seed"]])
+        ids = [*self.tokenizer.encode(reply.text), EOS]
+        return Turn(ids, [-0.5] * len(ids), [("", 0, len(ids))], "stop")
+
+    def pool(self, context=None) -> ServerPool:
+        sampling = GenerationHyperparameters(max_new_tokens=40)
+        return ServerPool("student", self, self.tokenizer, sampling, context)
+
+
 class Trial:
     """A worker with both; `run` gives it one row."""
 
-    def __init__(self, tokenizer, student: Student, teachings=TEACHINGS, options=()) -> None:
+    def __init__(self, tokenizer, student: ChatPool, teachings=TEACHINGS, options=()) -> None:
         words = [*WORDS, "trainer=teacher", "actor.ppo_n_minibatches=1", "actor.optimizer.lr=1e-3"]
         words += [
             "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1",
@@ -96,7 +130,7 @@ class Trial:
         self.worker = Worker(
             config, pool, {"student": student}, workflow, score_each(reward), self.write, 1000
         )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.seed = tokenizer, config.seed
 
     def write(self, data):
         self.sent.append(data)
@@ -178,6 +212,57 @@ async def test_baseline_and_probe_are_made_once_for_a_question(tokenizer):
     await again.run(ROW, notes=trial.notes())
     assert [chat[-1]["content"][:1] for chat, _, _ in again.student.asked] == ["T"] * 4
     assert again.student.asked == [one for one in trial.student.asked if one[0][-1]["content"][0] == "T"]
+
+
+async def test_a_question_is_three_requests_to_the_servers_of_the_student(tokenizer):
+    servers = Servers(tokenizer, pens().answers)
+    trial = Trial(tokenizer, servers.pool())
+    group = await trial.run(ROW)
+    *first, taught = servers.requests
+    assert sorted(map(len, first)) == [1, 2] and len(taught) == 4 * 2
+    names = [f"taught.{number}/{answer}" for number in range(4) for answer in range(2)]
+    seeds = [request.sampling["sampling_seed"] for request in taught]
+    assert seeds == [make_sample_seed(trial.seed, 0, 2, name) for name in names]
+    apart = await Trial(tokenizer, Endpoint(pens().answers)).run(ROW)
+    assert [one.stats for one in group.trajectories] == [one.stats for one in apart.trajectories]
+    assert [one.reward for one in group.trajectories] == [one.reward for one in apart.trajectories]
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_requests"),
+    [
+        pytest.param({"context": 90}, 3, id="the pool knows that one is too long"),
+        # which one it was shows if each is asked alone
+        pytest.param({}, 3 + 3, id="the server refuses one"),
+    ],
+)
+async def test_servers_read_the_other_teachings_if_one_is_no_input(tokenizer, limits, num_requests):
+    servers = Servers(tokenizer, pens().answers)
+    trial = Trial(tokenizer, servers.pool(**limits), ["Pads: four", "unreadable" * 9, "Add"])
+    group = await trial.run(ROW)
+    lengths = [one.stats["teaching_tokens"] for one in group.trajectories]
+    assert lengths == [10, 90, 3] and len(servers.requests) == num_requests
+    apart = await Trial(tokenizer, Endpoint(pens().answers), ["Pads: four", "unreadable" * 9, "Add"]).run(ROW)
+    rewards = [one.reward for one in group.trajectories]
+    assert rewards == [one.reward for one in apart.trajectories] and len({*rewards}) > 1
+    assert group.trajectories[1].stats["student_accuracy"] == 0.0
+
+
+async def test_no_request_is_sent_if_no_teaching_is_input(tokenizer):
+    servers = Servers(tokenizer, pens().answers)
+    group = await Trial(tokenizer, servers.pool(90), ["unreadable" * 9] * 2).run(ROW)
+    assert [one.stats["student_accuracy"] for one in group.trajectories] == [0.0] * 2
+    assert len(servers.requests) == 2
+
+
+async def test_a_prompt_whose_student_fails_is_rejected(tokenizer):
+    servers = Servers(tokenizer, pens().answers)
+    trial = Trial(tokenizer, servers.pool())
+    await trial.run(ROW)
+    servers.errors = [ServerUnavailable("gone")]
+    outcome = await trial.run(ROW, notes=trial.notes())
+    assert (outcome["op"], outcome["reason"]) == ("rejected", "exception")
+    assert "rollout.request_retries are used up: gone" in outcome["error"]
 
 
 async def test_an_evaluation_has_one_teaching(tokenizer):

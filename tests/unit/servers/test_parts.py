@@ -5,11 +5,13 @@ import contextlib
 import pytest
 from conformance import check_logprobs, make_model
 
-from hpc_rl.config.options.inference import EmbeddedConfig
+from hpc_rl.config.options.inference import EmbeddedConfig, GenerationHyperparameters
 from hpc_rl.core.net import bind
 from hpc_rl.core.types import REGENERATED, Turn
+from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.servers import client as client_module
 from hpc_rl.servers.client import GenerateRequest, PartialTurn, open_session
@@ -137,6 +139,34 @@ async def test_another_server_continues_what_a_lost_one_has_sent(pair, often):
     sent = [len(ids) - len(PROMPT) for ids in second["input_ids"]]
     assert sent == [lost[0][1], lost[0][2]] and min(sent) >= 10
     assert turns[0].num_regenerated == 0
+
+
+async def test_several_chats_in_one_request_survive_a_lost_server_and_get_the_answers_of_one_each(
+    pair, models, often
+):
+    one, other, router = pair
+    sampling = GenerationHyperparameters(max_new_tokens=LONG, min_new_tokens=LONG)
+    pool = ServerPool("rollout", router, Tokenizer(models["0.1"]), sampling)
+    chats = [[{"role": "user", "content": text}] for text in ("1+2", "3", "4+5+6")]
+    seeds = [[7, 8], [9, 10], [11, 12]]
+    apart = [await pool.ask(chat, own) for chat, own in zip(chats, seeds, strict=True)]
+    for server in (one, other):
+        server.bodies.clear()
+
+    async def cut(parts):
+        if all(part.ids for part in parts):
+            one.on_parts = other.on_parts = None
+            raise ConnectionResetError("cut by the test")
+
+    one.on_parts = other.on_parts = cut
+    assert await pool.ask_many(chats, seeds) == apart
+    (first,), (second,) = sorted(
+        (one.bodies, other.bodies), key=lambda bodies: len(bodies[0]["input_ids"][0])
+    )
+    lengths = [len(ids) for ids in first["input_ids"]]
+    assert lengths == [4, 4, 2, 2, 6, 6] and first["rid"] == second["rid"]
+    longer = [len(ids) for ids in second["input_ids"]]  # by the tokens that came
+    assert longer != lengths and all(one >= other for one, other in zip(longer, lengths, strict=True))
 
 
 async def test_each_token_has_the_version_that_sampled_it(pair, models, often):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from recipes import make_run
 
 from hpc_rl.algorithms import grpo, max_rl, reinforce_pp
@@ -83,7 +84,8 @@ def compute(data: PolicyData, batch: Batch, known: Known | None) -> list[np.ndar
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("turns", [False, True], ids=["", "turns"])
 def test_ragged_credit_equals_the_one_of_a_rectangle(tmp_path, monkeypatch, name, case, turns):
-    monkeypatch.setattr(ragged_credit, "CHUNK_TOKENS", 700)
+    monkeypatch.setattr(ragged_credit, "CHUNK_TOKENS", 1400)
+    monkeypatch.setattr(ragged_credit, "BLOCK_TOKENS", 500)
     algorithm, options = ALGORITHMS[name], {"reward_norm": None, **CASES[case]}
     batch, known = make_rows(seed=len(case))
     if turns:
@@ -127,6 +129,33 @@ def test_an_algorithm_with_its_own_credit_gets_a_rectangle(tmp_path):
     assert seen[0].token_rewards_BT.shape == seen[0].mask_BT.shape
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, 2 * other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"discount": 0.9}, {"kl_ctl": 0.1}], ids=str)
+def test_advantages_of_an_environment_replace_the_credit(tmp_path, options):
+    batch, known = make_rows(0)
+    rows = [row for group in batch.groups for row in group.trajectories]
+    wanted = compute(make_data(tmp_path, **options), batch, known if "kl_ctl" in options else None)
+    i, j = [number for number, row in enumerate(rows) if row.loss_mask.any()][3:5]
+    rows[i].advantages = np.arange(len(rows[i].ids), dtype=np.float32)
+    rows[j].zero_advantage = True
+    wanted[i], wanted[j] = rows[i].advantages * rows[i].loss_mask, np.zeros_like(wanted[j])
+    found = compute(make_data(tmp_path, **options), batch, known if "kl_ctl" in options else None)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_mask_of_ragged_rows_is_made_when_it_is_read(tmp_path):
+    batch, _ = make_rows(0)
+    data = make_data(tmp_path)
+    scored = data.score(batch)
+    rewards = data.make_rewards(scored)
+    counts = [int(row.loss_mask.sum()) for row in scored.rows]
+    assert rewards.count_tokens().tolist() == counts and not isinstance(rewards.masks, torch.Tensor)
+    assert rewards.mask_BT.dtype == torch.bool and rewards.mask_BT.sum(1).tolist() == counts
+    chosen = rewards.select(torch.tensor([7, 2]))
+    assert chosen.count_tokens().tolist() == [counts[7], counts[2]] == chosen.mask_BT.sum(1).tolist()
+    assert data.make_rewards(data.score(Batch(5, [TrajectoryGroup(0, [])]))).mask_BT.shape == (0, 0)
 
 
 def test_chunks_have_all_rows_in_order_within_the_bound():
