@@ -134,7 +134,7 @@ class Sampler:
     async def ask_many(
         self, chats: Mapping[str, Chat], pool: str, n: int = 1, max_new_tokens: int | None = None
     ) -> dict[str, Answers]:
-        """Return n answers of a pool to each of several chats, by their labels: those of `ask`, at less cost.
+        """Return n answers of a pool to each of several chats, by their labels, as `ask` for each would.
 
         A chat that can't be input of the model has its exception, InputRefused or Rejection, in place of
         answers.
