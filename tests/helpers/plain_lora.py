@@ -123,7 +123,8 @@ def check(model: Path, adapter: Path, trained: plain_training.Trained, out: Path
         torch.testing.assert_close(tensor, trained.weights[name], atol=2e-6, rtol=1e-5)
     after = load(model, out / "exported")
     for one, other in zip(list_logprobs(after), list_logprobs(_make_trained(model, trained)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        # the weights themselves may differ by 2e-6 each, after four steps of AdamW
+        np.testing.assert_allclose(one, other, atol=3e-5)
     after.merge_and_unload().save_pretrained(out / "by-peft")
     merged, expected = torch.load(out / "merged.pt"), load_file(out / "by-peft" / "model.safetensors")
     assert merged.keys() == expected.keys()
