@@ -7,9 +7,9 @@ HTTP per request, and no numbers as text. Its messages are binary:
     header    JSON; `id` names the request
     arrays    int32 token ids, then float32 log-probabilities
 
-A request has `rids`, `lengths` of the inputs (one length if all samples have the same input), `sampling` for
-all samples, `each` with the parameters that differ between samples, and `least` and `exact`, the version. Or
-it has only `cancel`. A message back has `parts` (wire.Part); the last one also has `status`, or `status` and
+A request has `rids`, `inputs` with the length of each input and its number of samples, `sampling` for all
+samples, `each` with the parameters that differ between samples, and `least` and `exact`, the version. Or it
+has only `cancel`. A message back has `parts` (wire.Part); the last one also has `status`, or `status` and
 `error`. A lost connection cancels its requests.
 """
 
@@ -53,10 +53,10 @@ class ChannelRequest:
 
 
 def encode_request(number: int, request: ChannelRequest) -> bytes:
-    inputs, several = request.body["input_ids"], request.body["sampling_params"]
-    if all(ids == inputs[0] for ids in inputs[1:]):
-        inputs = inputs[:1]
-    header = {"id": number, "rids": request.body["rid"], "lengths": [len(ids) for ids in inputs]}
+    several = request.body["sampling_params"]
+    inputs = [(ids, len([*same])) for ids, same in itertools.groupby(request.body["input_ids"])]
+    sizes = [(len(ids), num_samples) for ids, num_samples in inputs]
+    header = {"id": number, "rids": request.body["rid"], "inputs": sizes}
     if all(one.keys() == several[0].keys() for one in several[1:]):
         columns = {name: [one[name] for one in several] for name in several[0]}
         each = {name: values for name, values in columns.items() if any(one != values[0] for one in values)}
@@ -66,18 +66,17 @@ def encode_request(number: int, request: ChannelRequest) -> bytes:
         header["sampling"] = several
     if request.least:
         header |= {"least": request.least, "exact": request.exact}
-    return _pack(header, [token for ids in inputs for token in ids])
+    return _pack(header, [token for ids, _ in inputs for token in ids])
 
 
 def decode_request(header: dict[str, Any], numbers: memoryview) -> ChannelRequest:
     """Return the request of a message. Raises LookupError, TypeError, ValueError for another message."""
-    rids, lengths, sampling = header["rids"], header["lengths"], header["sampling"]
-    if not rids or len(lengths) not in (1, len(rids)):
-        raise ValueError(
-            f"{len(lengths)} inputs for {len(rids)} samples; give one input for all samples, or one for each"
-        )
-    inputs = _split(np.frombuffer(numbers, np.int32, sum(lengths)).tolist(), lengths)
-    inputs = inputs if len(inputs) == len(rids) else inputs * len(rids)
+    rids, sampling = header["rids"], header["sampling"]
+    lengths, counts = [length for length, _ in header["inputs"]], [count for _, count in header["inputs"]]
+    if not rids or min(counts, default=0) < 1 or sum(counts) != len(rids):
+        raise ValueError(f"the inputs have {counts} samples, but the request has {len(rids)}")
+    different = _split(np.frombuffer(numbers, np.int32, sum(lengths)).tolist(), lengths)
+    inputs = [ids for ids, count in zip(different, counts, strict=True) for _ in range(count)]
     if isinstance(sampling, dict):
         each = header["each"]
         rows = zip(*each.values(), strict=True) if each else itertools.repeat((), len(rids))

@@ -46,6 +46,7 @@ def make_part(index=0, ids=(5, 6), finish=None):
         make_request([[5, 6, 7]] * 3, sampling_seed=[1 << 62, 2, 3]),
         make_request([[5], [6, 151_935], [7]], max_new_tokens=[1, 2, 3]),
         make_request([[5, 6]]),
+        make_request([[5, 6], [5, 6], [7], [5, 6], [8], [8]], sampling_seed=[1, 2, 3, 4, 5, 6]),
         ChannelRequest({"input_ids": [[5], [6]], "sampling_params": [{}, {"n": 1}], "rid": ["a", "b"]}),
     ],
 )
@@ -56,8 +57,8 @@ def test_a_request_arrives_as_it_was_sent(request_):
 
 
 def test_samples_of_one_input_send_it_once():
-    inputs = [[*range(1000)]] * 8
-    assert len(encode_request(1, make_request(inputs, sampling_seed=[*range(8)]))) < 4 * 1000 + 400
+    for inputs in ([[*range(1000)]] * 8, [[*range(500)]] * 4 + [[*range(1, 501)]] * 4):
+        assert len(encode_request(1, make_request(inputs, sampling_seed=[*range(8)]))) < 4 * 1000 + 400
 
 
 def test_parts_arrive_as_they_were_sent():
@@ -77,7 +78,15 @@ def test_parts_arrive_as_they_were_sent():
 
 @pytest.mark.parametrize(
     "message",
-    [b"", b"\0", b"\xff\0\0\0{}", channels._pack({}, []), channels._pack({"id": 1, "rids": ["a"]}, [])],
+    [
+        b"",
+        b"\0",
+        b"\xff\0\0\0{}",
+        channels._pack({}, []),
+        channels._pack({"id": 1, "rids": ["a"]}, []),
+        channels._pack({"id": 1, "rids": ["a"], "inputs": [[1, 2]], "sampling": [{}]}, [5]),
+        channels._pack({"id": 1, "rids": ["a"], "inputs": [[1, 1], [1, 0]], "sampling": [{}]}, [5, 6]),
+    ],
 )
 async def test_a_client_that_sends_something_else_is_disconnected(message):
     async with (
