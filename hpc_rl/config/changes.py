@@ -79,7 +79,8 @@ NEW_BATCHES = (
 REPLAYS = (
     "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron",
-    "actor.gradient_checkpointing", "actor.weight_update_mode", "actor.lora_publish",
+    "actor.gradient_checkpointing", "actor.enable_torch_compile", "actor.weight_update_mode",
+    "actor.lora_publish",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
     "pools.NAME.max_requests", "pools.NAME.api_key_env", "pools.NAME.python",
 )  # fmt: skip

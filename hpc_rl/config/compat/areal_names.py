@@ -205,6 +205,9 @@ NAMES: dict[str, OtherName] = {
     ),
     "{model}.archon.fp8_config": OtherName(idle=(ANY,), why=NO_FP8),
     "{model}.archon.fp8_config.mode": OtherName(idle=("disabled",), why=NO_FP8),
+    "{model}.archon.enable_compile": OtherName(
+        idle=(ANY,), why="hpc-rl has no archon engine; for fsdp see {model}.enable_torch_compile"
+    ),
     "{model}.archon.offload_params": OtherName("{model}.fsdp.offload_params"),
     **dict.fromkeys(
         ("{model}.mb_spec.n_mbs_divisor", "{model}.mb_spec.packing_algorithm"),

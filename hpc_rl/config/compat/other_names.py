@@ -36,7 +36,8 @@ ROWS = {  # names -> replacement
     "param_offload": "use {model}.fsdp.offload_params.",
     "optimizer_offload": "use {model}.optimizer.offload.",
     "enable_gradient_checkpointing": "use {model}.gradient_checkpointing.",
-    "torch_compile use_liger_kernel use_liger_loss": "not built. Remove this option.",
+    "torch_compile use_torch_compile": "use {model}.enable_torch_compile.",
+    "use_liger_kernel use_liger_loss": "not built. Remove this option.",
     "packing use_remove_padding use_dynamic_bsz": "always on: see {model}.mb_spec.max_tokens_per_mb.",
     # batches
     "train_batch_size rollout_batch_size global_batch_size": "use train_dataset.batch_size: prompts.",

@@ -139,6 +139,10 @@ class TrainEngineConfig:
     """Options of the megatron backend."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
+    enable_torch_compile: bool = False
+    """Compile the model's layers with torch.compile, for the fsdp backend. The first passes take up to some
+    minutes more. Needs a C++ compiler on the trainer's nodes, with GPUs a C compiler and Triton. hpc-rl
+    extension."""
     disable_dropout: bool = False
     """Set all dropout probabilities to 0."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)

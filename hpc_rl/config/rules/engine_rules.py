@@ -21,6 +21,7 @@ _IN_PLACE = {  # option of another engine -> replacement with megatron
     "fsdp.reshard_after_forward": "parameters are never gathered for a layer alone",
     "fsdp.replicate_size": "to replicate the state, set megatron.ddp.use_distributed_optimizer false",
     "fsdp.float32_head": "logits are float32, but the head's weights have the type `dtype`",
+    "enable_torch_compile": "only layers of the fsdp backend are compiled",
     "grad_reduce_dtype": "use megatron.ddp.grad_reduce_in_fp32",
     "optimizer.offload": "to save GPU memory, use more data ranks",
 }
@@ -79,6 +80,22 @@ def check_other_engine(config: Config, explicit: Collection[str]) -> Iterator[Re
             )
 
 
+def check_compiled_layers(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    train = find_train(config)
+    if train is None or train.backend != "fsdp" or train.t == 1:
+        return
+    for section, engine in list_models(config):
+        if engine.enable_torch_compile:
+            yield Refusal(
+                option=f"{section}.enable_torch_compile",
+                value="true",
+                kind=Kind.CONFLICT,
+                why=f"can't be used with matrices that are divided among ranks (t{train.t})",
+                use="use d or c in place of t, or remove it",
+                related=("allocation_mode",),
+            )
+
+
 def check_megatron(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     section, engine = find_trained_model(config)
     if find_engine(config) == "megatron":
@@ -126,4 +143,4 @@ def check_equal_layout(config: Config, explicit: Collection[str]) -> Iterator[Re
             )
 
 
-RULES = [check_other_engine, check_megatron, check_equal_layout]
+RULES = [check_other_engine, check_compiled_layers, check_megatron, check_equal_layout]

@@ -26,6 +26,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, PublishedPiece, Sequences, sum_over_data_ranks
 from hpc_rl.engines.shared import (
     attention,
+    compiled,
     context_parallel,
     drawing,
     hf_io,
@@ -82,6 +83,7 @@ class FSDPEngine(TrainedEngine):
         self._layout: Layout | None = "packed" if self.mesh.context > 1 else layout
         self._check_mesh()
         model.check(config, self.device)
+        self._check_compiler()
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
@@ -110,6 +112,8 @@ class FSDPEngine(TrainedEngine):
             self._enter_mesh()
         self.trainable.attach(self.model.hf)
         names = [name for name, _ in self.model.hf.named_parameters()]
+        if self.config.enable_torch_compile:
+            compiled.compile_layers(self.model.blocks())  # by their classes, which FSDP replaces
         if is_sharded:
             self._shard()
         drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
@@ -207,6 +211,16 @@ class FSDPEngine(TrainedEngine):
             raise ConfigError(
                 f"fsdp.replicate_size {copies} must divide the data ranks, d{mesh.num_data_ranks}"
             )
+
+    def _check_compiler(self) -> None:
+        if not self.config.enable_torch_compile:
+            return
+        if self.mesh.tensor > 1:  # of PyTorch 2.13: it can't compile DTensors of changing sizes
+            raise ConfigError(
+                f"{compiled.OPTION}: matrices that are divided among ranks (t{self.mesh.tensor}) can't be "
+                "compiled; in allocation_mode use d or c in place of t, or set it to false"
+            )
+        compiled.check(self.device.type)
 
     def _check_context(self) -> None:
         config, context = self.model.hf.config, self.mesh.context

@@ -109,6 +109,8 @@ class MegatronEngine(TrainedEngine):
             raise ConfigError("the megatron backend has no dropout in attention; set disable_dropout true")
         if config.optimizer is not None and config.optimizer.offload:
             raise ConfigError("optimizer.offload: the megatron backend has no such option; set it to false")
+        if config.enable_torch_compile:
+            raise ConfigError("enable_torch_compile: only the fsdp backend has this option; set it to false")
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps

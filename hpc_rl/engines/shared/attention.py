@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hpc_rl.engines.shared import context_parallel
 
@@ -210,3 +211,10 @@ NAMES = tuple(f"packed_{kernel}" for kernel in KERNELS)
 for _kernel_name in KERNELS:
     # Without a registered mask function, transformers makes no mask.
     AttentionInterface.register(f"packed_{_kernel_name}", functools.partial(attention, kernel=_kernel_name))
+
+
+@functools.cache
+def keep_uncompiled() -> None:
+    """Let torch.compile leave the implementations as they are: they depend on the lengths of rows."""
+    for name in NAMES:
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))

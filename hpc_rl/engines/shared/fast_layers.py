@@ -4,7 +4,8 @@ transformers computes norms and rotary embeddings with many small operators, eac
 all activations, and prepares masks and options anew in each pass. Here a norm and a rotation are one operator
 each, with a special backward pass; on the CPU, matrices with the same input are one product. In float32
 the results differ from transformers' by rounding only (tests/unit/engines/test_fast_layers.py, for each
-architecture in ARCHITECTURES); others are left as they are.
+architecture in ARCHITECTURES); others are left as they are. torch.compile gets plain formulas, which it fuses
+with the operators around them.
 """
 
 from collections.abc import Sequence
@@ -65,6 +66,10 @@ def compute_trunk(
 
 
 def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        return module.weight * (wide * scale).to(x.dtype)
     if x.is_cuda and x.dtype == module.weight.dtype:  # PyTorch has a fused operator
         return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
     return _Norm.apply(x, module.weight, module.variance_epsilon)
@@ -84,7 +89,8 @@ def _attend(
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = (one[:, :, None] for one in position_embeddings)
-    query, key = _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
+    turn = _turn if torch.compiler.is_compiling() else _Rotation.apply
+    query, key = turn(query, cos, sin), turn(key, cos, sin)
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     output, _ = attend(
         module,
@@ -99,7 +105,7 @@ def _attend(
 
 def _compute_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     layers = [module.gate_proj, module.up_proj]
-    if all(map(_is_plain, layers)):
+    if _can_join(layers):
         return module.down_proj(_GatedUnit.apply(_multiply_joined(layers, hidden_states)))
     gate, up = (layer(hidden_states) for layer in layers)
     return module.down_proj(F.silu(gate) * up)
@@ -107,7 +113,7 @@ def _compute_mlp(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def _multiply(layers: Sequence[Any], hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the results of linear layers with the same input, if possible from one product."""
-    if not all(map(_is_plain, layers)):
+    if not _can_join(layers):
         return [layer(hidden_states) for layer in layers]
     output = _multiply_joined(layers, hidden_states)
     return output.split([layer.out_features for layer in layers], dim=-1)
@@ -120,13 +126,14 @@ def _multiply_joined(layers: Sequence[Any], hidden_states: torch.Tensor) -> torc
     return _JoinedProduct.apply(hidden_states, bias, *(layer.weight for layer in layers))
 
 
-def _is_plain(layer: Any) -> bool:
-    """Return whether a layer is a matrix on the CPU: not cut over ranks, without an adapter or hooks."""
-    return (
+def _can_join(layers: Sequence[Any]) -> bool:
+    """Return whether layers are matrices on the CPU: not cut over ranks, without an adapter or hooks."""
+    return not torch.compiler.is_compiling() and all(
         type(layer) is nn.Linear
         and type(layer.weight) is nn.Parameter
         and layer.weight.device.type == "cpu"
         and not (layer._forward_hooks or layer._forward_pre_hooks)
+        for layer in layers
     )
 
 
@@ -207,6 +214,12 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, sin, -1), None, None
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Compute the same as `_Rotation`, of operators that a compiler fuses."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

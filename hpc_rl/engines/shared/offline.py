@@ -31,7 +31,9 @@ MAX_NAMED = 8  # differences in one message
 def make_cpu_config(config: TrainEngineConfig) -> TrainEngineConfig:
     """Return the configuration of the same model for a machine without a GPU."""
     fsdp = dataclasses.replace(config.fsdp, offload_params=False, offload_activations=False)
-    return dataclasses.replace(config, attn_impl="sdpa", gradient_checkpointing=False, fsdp=fsdp)
+    return dataclasses.replace(
+        config, attn_impl="sdpa", gradient_checkpointing=False, enable_torch_compile=False, fsdp=fsdp
+    )
 
 
 def export_state(

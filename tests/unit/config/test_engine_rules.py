@@ -45,6 +45,12 @@ def load_checked(*overrides: str):
             Kind.NO_EFFECT,
         ),
         ([MEGATRON, "actor.optimizer.offload=true"], "actor.optimizer.offload", Kind.NO_EFFECT),
+        ([MEGATRON, "actor.enable_torch_compile=true"], "actor.enable_torch_compile", Kind.NO_EFFECT),
+        (
+            ["allocation_mode=sglang:d4+fsdp:d2t2", "ref.path=/m", "ref.enable_torch_compile=true"],
+            "ref.enable_torch_compile",
+            Kind.CONFLICT,
+        ),
         ([MEGATRON, f"{M}.ddp.bucket_size=100"], f"{M}.ddp.bucket_size", Kind.CONFLICT),
         (
             [
@@ -112,6 +118,11 @@ def test_parts_of_layers_are_recomputed_without_the_numbers_of_whole_layers():
     options = load_checked(MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp]")
     found = options.actor.megatron
     assert (found.recompute_method, found.recompute_num_layers) == (None, None)
+
+
+def test_layers_are_compiled_with_ranks_that_share_rows_or_tokens():
+    loaded = load_checked("allocation_mode=sglang:d4+fsdp:d2c2", "actor.enable_torch_compile=true")
+    assert loaded.actor.enable_torch_compile
 
 
 def test_the_reference_model_follows_the_actor():

@@ -8,7 +8,7 @@ import torch
 from exact_models import measure_error, widen
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.engines.shared import attention, fast_layers
+from hpc_rl.engines.shared import attention, compiled, fast_layers
 from hpc_rl.engines.shared.lora import AdaptedLinear
 
 
@@ -44,7 +44,7 @@ def find_results(model, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: one.detach().double() for name, one in {"hidden": hidden, **grads}.items()}
 
 
-def compare(plain) -> None:
+def compare(plain, compiles: bool = False) -> None:
     """Compare hidden states and gradients of a model with and without the faster layers.
 
     Both round differently, and large weights amplify it. So for each tensor the mean error of several inputs,
@@ -53,6 +53,8 @@ def compare(plain) -> None:
     fast, exact = copy.deepcopy(plain), widen(plain)
     assert fast_layers.fits(fast)
     fast_layers.install(fast)
+    if compiles:
+        compiled.compile_layers(fast.base_model.layers)
     own_errors, their_errors = Counter[str](), Counter[str]()
     for seed in range(8):
         ids = draw_ids(seed)
@@ -77,6 +79,14 @@ def draw_ids(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", fast_layers.ARCHITECTURES)
 def test_results_equal_transformers(model_type: str) -> None:
     compare(build(model_type))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # hidden by PyTorch
+@pytest.mark.parametrize("model_type", fast_layers.ARCHITECTURES)
+def test_results_of_compiled_layers_equal_transformers(model_type: str, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # inductor takes seconds
+    compare(build(model_type), compiles=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
