@@ -14,7 +14,6 @@ from hpc_rl.core.allocation import parse
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared.mesh import Mesh
 
-COMPILED = {"enable_torch_compile": True}
 # case -> (architecture, allocation, layout of micro-batches, options)
 CASES = {
     2: {
@@ -25,8 +24,12 @@ CASES = {
         "t2_heads": ("qwen3", "fsdp:t2", "packed", {"fsdp": FSDPEngineConfig(reshard_after_forward=False)}),
         "c2": ("llama", "fsdp:c2", None, {"mb_spec": MicroBatchSpec(n_mbs=2)}),
         "c2_heads": ("qwen3", "fsdp:c2", None, {"gradient_checkpointing": True}),
-        "d2_compiled": ("qwen3", "fsdp:d2", "padded", {"gradient_checkpointing": True, **COMPILED}),
-        "c2_compiled": ("qwen3", "fsdp:c2", None, {"gradient_checkpointing": True, **COMPILED}),
+        "c2_compiled": (
+            "qwen3",
+            "fsdp:c2",
+            None,
+            {"gradient_checkpointing": True, "enable_torch_compile": True},
+        ),
     },
     4: {
         "d2t2": ("qwen3", "fsdp:d2t2", "packed", {}),

@@ -29,6 +29,7 @@ def has_compiled_layers(cache: Path) -> bool:
     return any("rsqrt" in path.read_text() for path in cache.rglob("*.cpp"))
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_compiled_trial_that_is_killed_equals_an_unbroken_one(tmp_path, monkeypatch):
     toy = make_toy(tmp_path, "base")

@@ -37,7 +37,7 @@ ROWS = {  # names -> replacement
     "optimizer_offload": "use {model}.optimizer.offload.",
     "enable_gradient_checkpointing": "use {model}.gradient_checkpointing.",
     "torch_compile use_torch_compile": "use {model}.enable_torch_compile.",
-    "use_liger_kernel use_liger_loss": "not built. Remove this option.",
+    "use_liger_kernel use_liger_loss": "the loss never holds all logits. Remove this option.",
     "packing use_remove_padding use_dynamic_bsz": "always on: see {model}.mb_spec.max_tokens_per_mb.",
     # batches
     "train_batch_size rollout_batch_size global_batch_size": "use train_dataset.batch_size: prompts.",

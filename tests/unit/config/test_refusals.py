@@ -102,13 +102,13 @@ def list_bounds(hint) -> list[str]:
     return found
 
 
-OF_AREAL = [(name, value) for name, (value, _) in AS_UNWRITTEN.items()]  # null as AReaL's files have it
+NULLS_OF_AREAL = [(name, value) for name, (value, _) in AS_UNWRITTEN.items()]  # null as AReaL's files have it
 BAD_TYPE = {
     t: [
         (n, v)
         for n in LEAVES[t]
         for v in ANYTHING
-        if not can_accept(KNOWN[t][n], v) and (n, v) not in OF_AREAL
+        if not can_accept(KNOWN[t][n], v) and (n, v) not in NULLS_OF_AREAL
     ]
     for t in CONFIGS
 }

@@ -22,7 +22,10 @@ from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
 # PyTorch shows this warning to nobody, unless warnings are errors
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 RECOMPUTE = {"gradient_checkpointing": True}
 OFFLOAD = {**RECOMPUTE, "fsdp": FSDPEngineConfig(offload_activations=True)}
 
@@ -83,15 +86,13 @@ def compare(plain: FSDPEngine, other: FSDPEngine) -> None:
         torch.testing.assert_close(other.optimizer.moments[name][0], moments[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.waits
-@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(
-    "changes",
+    ("layout", "changes"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param(RECOMPUTE, id="recomputed"),
-        pytest.param(OFFLOAD, id="offloaded"),
-        pytest.param({**RECOMPUTE, "use_lora": True, "lora_rank": 4}, id="adapter"),
+        pytest.param("padded", {}, id="plain"),
+        pytest.param("packed", RECOMPUTE, id="recomputed"),
+        pytest.param("padded", OFFLOAD, id="offloaded"),
+        pytest.param("packed", {**RECOMPUTE, "use_lora": True, "lora_rank": 4}, id="adapter"),
     ],
 )
 def test_results_equal_those_of_layers_that_are_not_compiled(model_dir, compiler, layout, changes) -> None:
@@ -99,7 +100,6 @@ def test_results_equal_those_of_layers_that_are_not_compiled(model_dir, compiler
     assert compiler.num_passes
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_compiler_of_trials_computes_the_same(model_dir, layout) -> None:
     plain, other = engines_of(model_dir, layout, **RECOMPUTE)
@@ -142,7 +142,6 @@ def test_the_backward_pass_runs_layers_again_only_where_it_recomputes(model_dir,
     assert passes == [2, 4]  # of two layers
 
 
-@pytest.mark.waits
 def test_two_engines_in_one_process(model_dir, compiler) -> None:
     config = config_of(model_dir, init_from_scratch=True, enable_torch_compile=True, **RECOMPUTE)
     frozen = FSDPEngine(config, frozen=True)

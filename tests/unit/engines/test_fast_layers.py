@@ -81,6 +81,7 @@ def test_results_equal_transformers(model_type: str) -> None:
     compare(build(model_type))
 
 
+@pytest.mark.waits
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # hidden by PyTorch
 @pytest.mark.parametrize("model_type", fast_layers.ARCHITECTURES)
 def test_results_of_compiled_layers_equal_transformers(model_type: str, monkeypatch) -> None:
