@@ -196,7 +196,7 @@ class ServerPool:
         joined = [one for several in requests.values() for one in several]
         try:
             turns = iter(await self.generate(joined) if joined else [])
-        except InputRefused:  # which chat the server refuses is known if each has a request of its own
+        except InputRefused:  # the server does not name the chat, so ask each alone
             asks = [self.ask(chats[i], seeds[i], max_new_tokens, min_version=min_version) for i in requests]
             found |= zip(requests, await ask_each(asks), strict=True)
         else:

@@ -122,9 +122,8 @@ def check(model: Path, adapter: Path, trained: plain_training.Trained, out: Path
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, trained.weights[name], atol=2e-6, rtol=1e-5)
     after = load(model, out / "exported")
-    for one, other in zip(list_logprobs(after), list_logprobs(_make_trained(model, trained)), strict=True):
-        # the weights themselves may differ by 2e-6 each, after four steps of AdamW
-        np.testing.assert_allclose(one, other, atol=3e-5)
+    for one, other in zip(list_logprobs(after), list_logprobs(_make_adapted(model, exported)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
     after.merge_and_unload().save_pretrained(out / "by-peft")
     merged, expected = torch.load(out / "merged.pt"), load_file(out / "by-peft" / "model.safetensors")
     assert merged.keys() == expected.keys()
@@ -133,10 +132,10 @@ def check(model: Path, adapter: Path, trained: plain_training.Trained, out: Path
     _check_published(answers, adapter, sum(one.numel() for one in base.parameters()))
 
 
-def _make_trained(model: Path, trained: plain_training.Trained) -> torch.nn.Module:
-    modules = sorted({name.split(".")[-3] for name in trained.weights})
+def _make_adapted(model: Path, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    modules = sorted({name.split(".")[-3] for name in weights})
     adapted = _wrap(model, modules)
-    named = {name.replace(".weight", ".default.weight"): one for name, one in trained.weights.items()}
+    named = {name.replace(".weight", ".default.weight"): one for name, one in weights.items()}
     left = adapted.load_state_dict(named, strict=False)
     assert not left.unexpected_keys
     return adapted

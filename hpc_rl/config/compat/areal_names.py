@@ -206,7 +206,7 @@ NAMES: dict[str, OtherName] = {
     "{model}.archon.fp8_config": OtherName(idle=(ANY,), why=NO_FP8),
     "{model}.archon.fp8_config.mode": OtherName(idle=("disabled",), why=NO_FP8),
     "{model}.archon.enable_compile": OtherName(
-        idle=(ANY,), why="hpc-rl has no archon engine; for fsdp see {model}.enable_torch_compile"
+        idle=(ANY,), why="hpc-rl has no archon engine; the fsdp engine has {model}.enable_torch_compile"
     ),
     "{model}.archon.offload_params": OtherName("{model}.fsdp.offload_params"),
     **dict.fromkeys(

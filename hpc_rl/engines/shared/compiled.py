@@ -1,8 +1,8 @@
 """Compiles the layers of a model of transformers with torch.compile.
 
 Each layer is compiled by itself, and layers with equal code and sizes share what was compiled. It serves all
-sizes of micro-batches, except that a size of 1 gets code of its own. FSDP, the recomputation of activations,
-and attention within packed rows stay outside of the compiled code.
+sizes of micro-batches, except that a size of 1 is compiled separately. FSDP, the recomputation of
+activations, and attention within packed rows stay outside of the compiled code.
 """
 
 import functools
@@ -44,7 +44,7 @@ def check(device: str) -> None:
                 value="true",
                 kind=Kind.MACHINE,
                 why=f": torch.compile needs {needed}, and failed: {reason}",
-                use=f"install what is missing on the trainer's nodes, or set {OPTION} false",
+                use=f"install it on the trainer's nodes, or set {OPTION} false",
             )
         ) from error
 
@@ -66,7 +66,7 @@ def compile_layers(layers: Sequence[Any]) -> None:
         )
     _configure()
     attention.keep_uncompiled()
-    functions = {layer.forward.__func__ for layer in layers}  # usually one: layers share what is compiled
+    functions = {layer.forward.__func__ for layer in layers}  # usually one, which all layers share
     compiled = {one: torch.compile(one, dynamic=True, backend=BACKEND) for one in functions}
     for layer in layers:
         recompute = None
