@@ -108,6 +108,18 @@ class Fake:
         found = {index: self.newest("server", index) for index in indexes}
         return {index: record for index, record in found.items() if record}
 
+    def wait_for_new(self, known: dict[int, ProcessRecord], *replaced: int) -> dict[int, ProcessRecord]:
+        """Wait until all the known servers run, these as other processes; return the servers of that moment."""
+        servers: dict[int, ProcessRecord] = {}
+
+        def are_new() -> bool:
+            servers.clear()
+            servers.update(self.replicas())
+            return servers.keys() == known.keys() and all(servers[i] != known[i] for i in replaced)
+
+        self.until(are_new)
+        return servers
+
     def kill(self, role: str, index: int) -> None:
         record = self.newest(role, index)
         assert record is not None, f"{role} {index} does not run"

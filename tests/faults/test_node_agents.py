@@ -89,14 +89,7 @@ def test_a_killed_replica_is_started_again_alone_by_the_same_agent(fake):
     fake.begin({})
     before = fake.replicas()
     fake.kill("server", 1)
-    after = {}
-
-    def restarted() -> bool:
-        nonlocal after
-        after = fake.replicas()
-        return len(after) == 4 and after[1] != before[1]
-
-    fake.until(restarted)
+    after = fake.wait_for_new(before, 1)
     assert [index for index in range(4) if after[index] != before[index]] == [1]
     [row] = fake.events("exited", "server")
     assert (row["index"], row["code"]) == (1, 137)
@@ -108,8 +101,7 @@ def test_the_death_of_an_agent_is_that_of_its_replicas_and_one_new_agent_starts_
     before = fake.replicas()
     os.kill(before[2].pid, signal.SIGSTOP)  # it can't see that its input ends
     fake.kill("serveragent", 0)
-    fake.until(lambda: fake.sruns()["serveragent"] >= 3 and len(fake.replicas()) == 4)
-    after = fake.replicas()
+    after = fake.wait_for_new(before, 0, 1, 2)
     assert [index for index in range(4) if after[index] != before[index]] == [0, 1, 2]
     assert not [one for index, one in before.items() if index < 3 and is_alive(one.pid, one.start_ticks)]
     assert fake.sruns()["serveragent"] == 3

@@ -192,8 +192,7 @@ def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
     began, before, written = time.monotonic(), fake.replicas(), counters(fake)
 
     fake.kill("server", 0)
-    fake.until(lambda: len(fake.replicas()) == 5 and fake.replicas().get(0) != before[0])
-    new = fake.replicas()
+    new = fake.wait_for_new(before, 0)
     assert [index for index in new if new[index] != before[index]] == [0]
     assert new[0].step == before[1].step and steps(fake) == one_each
 
@@ -201,10 +200,7 @@ def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
     for role, index, record in (("srun", 0, client), ("agent", 2, fake.newest("serveragent", 2))):
         known, pair = fake.replicas(), (index, index + 1)
         os.kill(pid_of(vars(record)), signal.SIGKILL)
-        fake.until(
-            lambda known=known, pair=pair: all(fake.replicas().get(i, known[i]) != known[i] for i in pair)
-        )
-        new = fake.replicas()
+        new = fake.wait_for_new(known, *pair)
         assert [i for i in sorted(new) if new[i] != known[i]] == [*pair], role
         fake.until(lambda known=known, pair=pair: not any(is_running(vars(known[i])) for i in pair))
     fake.until(lambda: steps(fake) == one_each)
@@ -214,5 +210,5 @@ def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
     most = (time.monotonic() - began) / 10 + 1
     assert counters(fake)[key] - written[key] <= most
     os.kill(pid_of(vars(fake.newest("supervisor", 0))), signal.SIGKILL)
-    fake.until(lambda: len(fake.events("supervisor_started")) == 2 and len(fake.replicas()) == 5)
-    assert not set(new.values()) & set(fake.replicas().values())
+    fake.wait_for_new(new, *new)
+    assert len(fake.events("supervisor_started")) == 2
