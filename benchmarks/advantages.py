@@ -15,21 +15,18 @@ within a pair. One thread, CPU seconds.
 
 import argparse
 import json
-import os
-import platform
 import resource
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from run_record import describe_run, spread, write_record
 
 from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.correction import Correction
@@ -148,23 +145,6 @@ def compare(cases: list[str], size: str, pairs: int) -> dict[str, Any]:
     return found
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def describe_machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    about: dict[str, Any] = {"cpu": cpu or platform.machine(), "cores": os.cpu_count(), "threads": 1}
-    return about | {"load_1m": os.getloadavg()[0]}
-
-
-def find_commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,17 +161,13 @@ def main() -> None:
         return
     rows, tokens = SIZES[args.size]
     result = {
-        "commit": find_commit(),
-        "command": "python " + " ".join(sys.argv),
+        **describe_run("torch", "numpy"),
         "pairs": args.pairs,
         "shape": {"rows": rows, "tokens": tokens, "ranks": NUM_RANKS},
-        "machine": describe_machine(),
-        "versions": {name: metadata.version(name) for name in ("torch", "numpy")}
-        | {"python": platform.python_version()},
         "cases": compare(args.cases, args.size, args.pairs),
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_record(args.out, result)
 
 
 if __name__ == "__main__":

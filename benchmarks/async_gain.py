@@ -11,15 +11,14 @@ asynchronous side has its best division of the devices.
 """
 
 import argparse
-import json
 import math
 import random
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from run_record import describe_run, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
@@ -92,25 +91,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=64)
+    parser.add_argument("--devices", type=int, default=64, help="GPUs of the cluster, a multiple of 8")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = []
+    if args.devices < 16 or args.devices % 8:
+        parser.error(f"--devices {args.devices}: use a multiple of 8, 16 or more")
+    about, found = describe_run(), []
     for num_prompts, sigma in CASES:
         found.append(measure(num_prompts, sigma, args.devices))
         print({name: round(value, 2) for name, value in found[-1].items()}, flush=True)
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    record = {
-        "command": f"python benchmarks/async_gain.py {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "devices": args.devices,
-        "cases": found,
-    }
     if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(args.out, {**about, "devices": args.devices, "cases": found})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -25,7 +24,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +31,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 from aiohttp import web
+from run_record import describe_run, spread, write_record
 
 from hpc_rl.atropos.api import AtroposApi, TrialFacts
 from hpc_rl.atropos.intake import SequenceLimits
@@ -292,8 +291,8 @@ def compare(
     cheaper = [pair["peer"].cpu_ms_per_group / pair["ours"].cpu_ms_per_group for pair in pairs]
     result: dict[str, Any] = {
         "environments": num,
-        "ratio_groups_per_s": {"median": statistics.median(faster), "min": min(faster), "max": max(faster)},
-        "ratio_cpu": {"median": statistics.median(cheaper), "min": min(cheaper), "max": max(cheaper)},
+        "ratio_groups_per_s": spread(faster),
+        "ratio_cpu": spread(cheaper),
     }
     for side in ("ours", "peer"):
         rows = [asdict(pair[side]) for pair in pairs]
@@ -324,7 +323,7 @@ def main() -> None:
     if args.serve:
         asyncio.run(serve_ours(args.serve, args.port, shape))
         return
-    load_before = os.getloadavg()
+    about = describe_run("aiohttp")
     with tempfile.TemporaryDirectory() as name:
         logged = Path(name) / "gateway"
         log = GatewayLog(logged)
@@ -336,16 +335,9 @@ def main() -> None:
         "groups": args.groups,
         "shape": asdict(shape),
         "results": results,
-        "versions": {
-            "python": platform.python_version(),
-            "aiohttp": version("aiohttp"),
-            "peer": peer_version(args.peer),
-        },
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
-        "load": {"before": load_before, "after": os.getloadavg()},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=2) + "\n")
+    about["versions"]["peer"] = peer_version(args.peer)
+    write_record(args.out, {**about, **record})
 
 
 def peer_version(python: Path) -> str:

@@ -18,20 +18,18 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from run_record import describe_run, spread, write_record
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -215,7 +213,7 @@ class Stall:
         self.subject, self.folder = subject, folder / "dcp-async"
         self.trial = Trial(folder / "stall")
         self.trial.make_dirs()
-        self.saving = Saving(self.trial, "1.0", 0, subject, Ranks(), RetentionPolicy(1))  # type: ignore[arg-type]
+        self.saving = Saving(self.trial, "1.0", 0, [subject], Ranks(), RetentionPolicy(1))  # type: ignore[list-item]
         self.into = [torch.zeros_like(tensor) for tensor in subject.tensors().values()]
         self.step = 0
 
@@ -243,10 +241,6 @@ class Stall:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
         return stall_s
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def measure(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
@@ -316,23 +310,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-benchmark-") as folder,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        result = measure(Path(folder), args.gb, args.pairs)
-        versions = {name: metadata.version(name) for name in ("torch", "safetensors", "xxhash")}
-        machine = {
-            "cpu": platform.machine(),
-            "cores": os.cpu_count(),
-            "torch_threads": args.threads,
-            "load_1m": os.getloadavg()[0],
-        }
-        result |= {
-            "pairs": args.pairs,
-            "machine": machine,
-            "versions": {"python": platform.python_version(), **versions},
-        }
+        result = describe_run("torch", "safetensors", "xxhash")
+        result |= {"pairs": args.pairs, "threads": args.threads, **measure(Path(folder), args.gb, args.pairs)}
         print(json.dumps(result, indent=2))
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=2) + "\n")
+            write_record(args.out, result)
 
 
 if __name__ == "__main__":

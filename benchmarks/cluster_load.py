@@ -22,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from run_record import describe_run, write_record
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/faults"), str(ROOT / "tests/slurm"), str(ROOT / "tests/helpers")]
 
@@ -206,12 +208,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="that file calls are counted for")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    about = describe_run()
     runs = [measure_cluster(num_nodes, args.replicas, args.seconds) for num_nodes in args.nodes]
-    found = {"runs": runs, "file_calls_per_minute_by_nodes": compare_runs(runs)}
-    text = json.dumps(found, indent=2) + "\n"
-    print(text)
+    found = {**about, "runs": runs, "file_calls_per_minute_by_nodes": compare_runs(runs)}
+    print(json.dumps(found, indent=2))
     if args.out:
-        args.out.write_text(text)
+        write_record(args.out, found)
 
 
 def measure_cluster(num_nodes: int, replicas: int, seconds: float) -> dict[str, Any]:

@@ -11,18 +11,20 @@ s for a submit, 0.4 s for a command about a trial.
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
-from hpc_rl import __version__
-from hpc_rl.core.trial import find_account_name
+from run_record import describe_run, spread, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+
+from toy_trials import make_toy  # noqa: E402
+
+from hpc_rl.core.trial import find_account_name  # noqa: E402
+
 AREAL = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
 
 
@@ -37,17 +39,12 @@ def cpu_seconds(argv: list[str], folder: str) -> float:
 
 
 def write_trial(folder: Path) -> None:
-    """Write a model that is never loaded, a dataset, and a configuration for this machine."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    """Write the toy's model and task, and a configuration for this machine."""
+    make_toy(folder, "base")
     (folder / "grpo.yaml").write_text(
         "experiment_name: sums\ntrial_name: small\ntotal_train_steps: 10\n"
-        "cluster: {fileroot: runs, n_gpus_per_node: 0}\ntrain_dataset: {path: train.jsonl}\nactor: {path: model}\n"
-        "gconfig: {n_samples: 4, max_new_tokens: 4}\nlauncher: {type: local}\n"
+        "cluster: {fileroot: runs, n_gpus_per_node: 0}\ntrain_dataset: {path: task/train.jsonl}\n"
+        "actor: {path: base}\ngconfig: {n_samples: 4, max_new_tokens: 4}\nlauncher: {type: local}\n"
     )
 
 
@@ -72,6 +69,7 @@ def main() -> None:
         "cancel": [*hpc_rl, "cancel", trial],
         "submit_help": [*hpc_rl, "submit", "--help"],
     }
+    about = describe_run("jsonargparse")
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         write_trial(Path(folder))
@@ -79,23 +77,13 @@ def main() -> None:
             for name, argv in commands.items():
                 seconds[name].append(cpu_seconds(argv, folder))
     result = {
-        "cpu_s": {
-            name: {"median": statistics.median(all_s), "min": min(all_s), "max": max(all_s)}
-            for name, all_s in seconds.items()
-        },
+        **about,
+        "cpu_s": {name: spread(all_s) for name, all_s in seconds.items()},
         "runs": args.runs,
-        "versions": {
-            "hpc_rl": __version__,
-            "python": platform.python_version(),
-            "jsonargparse": version("jsonargparse"),
-        },
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},
     }
-    text = json.dumps(result, indent=2)
-    print(text)
+    print(json.dumps(result, indent=2))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
+        write_record(args.out, result)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ goal, `toy` is the quickstart's (6 in, 6 out, 256 rows in groups of 8).
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from run_record import describe_run, spread, write_record
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hpc_rl.config.options.inference import EmbeddedConfig
@@ -118,8 +117,8 @@ async def measure(shape: Shape, pairs: int) -> dict[str, Any]:
     cpu = [row["peer"][1] / row["ours"][1] for row in rows]
     return {
         "shape": shape.__dict__,
-        "ratio_wall": {"median": statistics.median(wall), "min": min(wall), "max": max(wall)},
-        "ratio_cpu": {"median": statistics.median(cpu), "min": min(cpu), "max": max(cpu)},
+        "ratio_wall": spread(wall),
+        "ratio_cpu": spread(cpu),
         "tokens_per_s": {
             side: statistics.median(tokens / row[side][0] for row in rows) for side in ("ours", "peer")
         },
@@ -139,18 +138,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     transformers.logging.set_verbosity_error()
-    load_before = os.getloadavg()
+    about = describe_run("torch", "transformers")
     results = [asyncio.run(measure(shape, args.pairs)) for shape in SHAPES]
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    machine = {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "processor": platform.machine()}
-    load = {"before": load_before, "after": os.getloadavg()}
-    record = {"pairs": args.pairs, "results": results, "versions": versions, "machine": machine, "load": load}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=2) + "\n")
+    record = {"pairs": args.pairs, "threads": torch.get_num_threads(), "results": results}
+    write_record(args.out, {**about, **record})
     for result in results:
         print(
             f"{result['shape']['name']}: {result['ratio_wall']['median']:.2f} x the peer's tokens/s "

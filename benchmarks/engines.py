@@ -12,15 +12,9 @@ rounds counts. On a CPU one thread and CPU seconds.
 """
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -28,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from run_record import describe_run, spread, write_record
 
 from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.shared.micro_batches import cut
@@ -170,10 +164,6 @@ def sides_of(folder: Path, shape: dict[str, Any], device: str) -> tuple[dict[str
     }
     sides, missing = {}, {}
     for name, make in makers.items():
-        backend = TRAIN_BACKENDS.get(name.split()[0])
-        if backend is not None and not backend.implementation:
-            missing[name] = "the engine is not in core.backends.TRAIN_BACKENDS"
-            continue
         try:
             sides[name] = make()
         except ImportError as error:
@@ -223,27 +213,6 @@ def measure_step(shape: dict[str, Any], device: str, pairs: int) -> dict[str, An
 # -- all
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def machine_of(device: str) -> dict[str, Any]:
-    about: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": 1}
-    if device != "cpu":
-        about["gpu"] = torch.cuda.get_device_name()
-    return about | {"load_1m": os.getloadavg()[0]}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "megatron-core"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -256,15 +225,14 @@ def main() -> None:
     size = args.size or args.device
     torch.set_num_threads(1)
     result = {
+        **describe_run("torch", "transformers", "megatron-core"),
         "pairs": args.pairs,
         "device": args.device,
+        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
         "step": measure_step(SHAPES[size], args.device, args.pairs),
-        "machine": machine_of(args.device),
-        "versions": versions(),
-        "command": "python " + " ".join(sys.argv),
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_record(args.out, result)
 
 
 if __name__ == "__main__":

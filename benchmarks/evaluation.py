@@ -11,13 +11,13 @@ ratio to `none` of the same round. Steps before the first evaluated one are left
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from run_record import describe_run, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "helpers")]
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "evaluation.json")
     args = parser.parse_args()
+    about = describe_run("torch", "transformers")
     with tempfile.TemporaryDirectory() as place:
         folder = make_workplace(Path(place))
         (folder / "some_reward.py").write_text(REWARD)
@@ -92,8 +93,7 @@ def main() -> None:
             rounds.append({way: measure(folder, way, number, args.steps) for way in WAYS})
             print(json.dumps(rounds[-1]), flush=True)
     found = compare(rounds)
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    args.out.write_text(json.dumps({"machine": machine, "rounds": rounds, **found}, indent=1) + "\n")
+    write_record(args.out, {**about, "rounds": rounds, **found})
     for way, one in found.items():
         words = [f"{name} {value['median']:.4f} s, ratio {value['ratio']:.3f}" for name, value in one.items()]
         print(f"{way}: {'; '.join(words)}")

@@ -19,7 +19,6 @@ start, sees one.
 import argparse
 import asyncio
 import json
-import platform
 import queue
 import random
 import statistics
@@ -32,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from run_record import describe_run, write_record
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import GRPOConfig, SFTConfig
@@ -403,12 +403,9 @@ def describe(case: Case) -> dict[str, Any]:
     return {"task": case.task, "lr": case.lr, "options": list(case.options), "seeds": {}}
 
 
-def store(out: Path, results: dict[str, Any]) -> None:
-    machine = {"cpu": platform.machine(), "threads": 1, "torch": torch.__version__}
+def store(out: Path, about: dict[str, Any], results: dict[str, Any]) -> None:
     tasks = {name: vars(task) for name, task in TASKS.items()}
-    out.write_text(
-        json.dumps({"window": WINDOW, "machine": machine, "tasks": tasks, "cases": results}, indent=1)
-    )
+    write_record(out, {**about, "window": WINDOW, "tasks": tasks, "cases": results})
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -437,6 +434,7 @@ def main() -> None:
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     torch.set_num_threads(1)
+    about = describe_run("torch", "transformers")
     chosen = options.cases or list(CASES)
     results = json.loads(options.out.read_text())["cases"] if options.out.exists() else {}
     results |= {name: describe(CASES[name]) for name in chosen}
@@ -448,7 +446,7 @@ def main() -> None:
             for name in chosen:
                 found = results[name]["seeds"][str(seed)] = train(name, models, seed)
                 print(name, seed, json.dumps(found), flush=True)
-                store(options.out, results)
+                store(options.out, about, results)
     print_table(results)
 
 

@@ -14,19 +14,16 @@ a new order each time; ratios are taken within a round. On a CPU one thread and 
 
 import argparse
 import json
-import os
-import platform
 import resource
-import statistics
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from run_record import describe_run, spread, write_record
 
 from hpc_rl.engines.shared.logprobs import token_logprobs
 
@@ -156,19 +153,6 @@ def measure_loss(size: str, device: str, pairs: int) -> dict[str, Any]:
     return {"shape": shape, "cases": found, "missing": missing}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def describe_machine(device: str) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    about: dict[str, Any] = {"cpu": cpu or platform.machine(), "cores": os.cpu_count(), "threads": 1}
-    if device != "cpu":
-        about["gpu"] = torch.cuda.get_device_name()
-    return about | {"load_1m": os.getloadavg()[0]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,15 +168,14 @@ def main() -> None:
         print(json.dumps(one_loss(args.case, SHAPES[size], args.device)))
         return
     result = {
+        **describe_run("torch"),
         "pairs": args.pairs,
         "device": args.device,
+        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
         **measure_loss(size, args.device, args.pairs),
-        "machine": describe_machine(args.device),
-        "versions": {"python": platform.python_version(), "torch": metadata.version("torch")},
-        "command": "python " + " ".join(sys.argv),
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_record(args.out, result)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ a ratio is taken within a pair, and the median over the pairs counts.
 
 import argparse
 import json
-import platform
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from run_record import describe_run, spread, write_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -116,13 +115,9 @@ def measure(pairs: int) -> dict[str, Any]:
                 seconds[side].append(time.process_time() - begin)
     ratios = [a / b for a, b in zip(seconds["loglinear"][1:], seconds["recompute"][1:], strict=True)]
     return {
-        "cpu_s": {side: describe(values[1:]) for side, values in seconds.items()},
-        "loglinear_over_recompute": describe(ratios),
+        "cpu_s": {side: spread(values[1:]) for side, values in seconds.items()},
+        "loglinear_over_recompute": spread(ratios),
     }
-
-
-def describe(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def main() -> None:
@@ -133,10 +128,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "proximal.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    about = describe_run("torch", "transformers")
     shape = {**SHAPE, "rows": NUM_GROUPS * GROUP_SIZE, "lengths": LENGTHS, "staleness": STALENESS}
-    result = {"pairs": options.pairs, **machine, "shape": shape, **measure(options.pairs)}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {**about, "pairs": options.pairs, "shape": shape, **measure(options.pairs)}
+    write_record(options.out, result)
     print(json.dumps(result["cpu_s"]), json.dumps(result["loglinear_over_recompute"]))
 
 

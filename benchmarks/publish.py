@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -37,7 +36,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,6 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from run_record import describe_run, spread, write_record
 
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
@@ -435,10 +434,6 @@ def run_rank(options: Options, rank: int, pipes: list[Connection], results: Conn
 Steps = list[dict[str, list[dict[str, Any]]]]  # per step and way, the record of each rank
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def find_slowest(step: dict[str, list[dict[str, Any]]], way: str) -> float:
     return max(row["blocked_s"] for row in step[way])
 
@@ -552,29 +547,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    load_before, cases = os.getloadavg(), list[dict[str, Any]]()
+    about = describe_run("torch", "transformers", "numpy", "xxhash")
+    cases: list[dict[str, Any]] = []
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="publish-benchmark-") as folder:
             options = Options(Path(folder), args.size, num_ranks, args.rates, args.servers, args.steps)
             for case in measure(options):
                 cases.append(case)
-                write(args, cases, load_before)
+                write(args, {**about, "cases": cases})
 
 
-def write(args: argparse.Namespace, cases: list[dict[str, Any]], load_before: tuple[float, ...]) -> None:
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy", "xxhash")}
-    record = {
-        "size": args.size,
-        "steps": args.steps,
-        "adam": {"betas": BETAS, "eps": 1e-8, "gradients": "normal, new ones in each update"},
-        "cases": cases,
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "threads_per_rank": 1},
-        "load": {"before": load_before, "after": os.getloadavg()},
-        "versions": {"python": platform.python_version(), **versions},
-    }
+def write(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    adam = {"betas": BETAS, "eps": 1e-8, "gradients": "normal, new ones in each update"}
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(args.out, {"size": args.size, "steps": args.steps, "adam": adam, **found})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ predictions add the time of a file system with a bandwidth that all readers and 
 
 import argparse
 import json
-import os
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from run_record import describe_run, write_record
 
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    load_before, points = os.getloadavg(), []
+    about, points = describe_run("torch", "numpy", "xxhash"), []
     for tensors in TENSORS:
         for megabytes in MEGABYTES:
             with tempfile.TemporaryDirectory(dir=args.dir, prefix="publish-fit-") as folder:
@@ -171,12 +171,10 @@ def main() -> None:
                 )
             for way, by_disk in (("disk", True), ("broadcast", False)):
                 predictions.append({**where, "way": way, **predict_whole(name, bandwidth, by_disk)})
-    load = {"before": load_before, "after": os.getloadavg()}
-    record = {"density": DENSITY, "points": points, "fits": fits, "predictions": predictions, "load": load}
     print(json.dumps({"fits": fits, "predictions": predictions}, indent=2))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        found = {"density": DENSITY, "points": points, "fits": fits, "predictions": predictions}
+        write_record(args.out, {**about, **found})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ rollout role and the servers keep running.
 
 import argparse
 import datetime
-import json
 import os
-import platform
 import random
 import re
 import statistics
@@ -25,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from run_record import describe_run, spread, write_record
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [
     str(ROOT),
@@ -33,7 +33,6 @@ sys.path[:0] = [
     str(ROOT / "tests" / "helpers"),
 ]
 
-import torch  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from kill_anything import IN_ORDER, Killed, make_workplace  # noqa: E402
 from packages import find_or_fetch  # noqa: E402
@@ -49,8 +48,14 @@ OPTIONS = {
 }
 OPTIONS = {name: value for name, value in OPTIONS.items() if value is not None}
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .* start: (.*)")
-MARKS = {"libraries": "import", "all ranks": "join", "the state": "load", "weights": "publish"}
-PARTS = ("notice", "restart", "import", "join", "load", "publish", "step")
+MARKS = {
+    "libraries": "import",
+    "all ranks": "join",
+    "the collectives": "check",
+    "the state": "load",
+    "the first weights": "publish",
+}
+PARTS = ("notice", "restart", *MARKS.values(), "step")
 
 
 def kill_once(one: Killed, luck: random.Random) -> tuple[float, int]:
@@ -141,21 +146,18 @@ def main() -> None:
     parser.add_argument("--scheduler", choices=("slurm", "local"), default="slurm")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recovery.json")
     args = parser.parse_args()
-    load_before = os.getloadavg()
+    about = describe_run("torch")
     rows = run(args)
     totals = [sum(row.values()) for row in rows]
     record: dict[str, Any] = {
+        **about,
         "kills": len(rows),
         "scheduler": args.scheduler,
-        "total_s": {"median": statistics.median(totals), "min": min(totals), "max": max(totals)},
+        "total_s": spread(totals),
         "median_s": {part: statistics.median(row[part] for row in rows) for part in PARTS},
         "rows": rows,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
-        "load": {"before": load_before, "after": os.getloadavg()},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(args.out, record)
     print(f"median {record['total_s']['median']:.2f} s of {len(rows)} kills: {words(record['median_s'])}")
 
 

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from run_record import describe_commit, describe_run, spread, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 8
@@ -201,14 +202,8 @@ def run_quickstart(trees: dict[str, Path], pairs: int) -> dict[str, Any]:
             ratios = [
                 now[measure] / then[measure] for now, then in zip(runs[first], runs[other], strict=True)
             ]
-            spread = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-            found["falls_to"].setdefault(other, {})[measure] = spread
+            found["falls_to"].setdefault(other, {})[measure] = spread(ratios)
     return found
-
-
-def describe_tree(tree: Path) -> str:
-    argv = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:
@@ -224,20 +219,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     trees = {name: Path(path).resolve() for name, _, path in (one.partition("=") for one in args.trees)}
+    about = describe_run()
     if args.what == "wire":
         found = run_wire(trees, args.groups)
     else:
         found = run_quickstart(trees, args.pairs)
     result = {
-        "command": " ".join(["python", "benchmarks/rollout_path.py", *sys.argv[1:]]),
-        "commits": {name: describe_tree(tree) for name, tree in trees.items()},
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        **about,
+        "commits": {name: describe_commit(tree) for name, tree in trees.items()},
         **found,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    print(text)
+    print(json.dumps(result, indent=2))
     if args.out:
-        args.out.write_text(text)
+        write_record(args.out, result)
 
 
 if __name__ == "__main__":

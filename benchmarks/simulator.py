@@ -16,7 +16,6 @@ counts what the supervisor of so many nodes costs.
 import argparse
 import json
 import os
-import platform
 import resource
 import signal
 import statistics
@@ -30,6 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from run_record import describe_run, write_record
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "slurm")]
 
@@ -40,7 +41,6 @@ from scale_trials import measure_apart  # noqa: E402
 from simulated_trials import make_units  # noqa: E402
 from toy_trials import hpc_rl, logs_of, make_toy  # noqa: E402
 
-from hpc_rl import __version__  # noqa: E402
 from hpc_rl.config.options.operations import FrequencyConfig  # noqa: E402
 from hpc_rl.core.errors import JobEvent  # noqa: E402
 from hpc_rl.core.records import load_job_state  # noqa: E402
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="keep all files here")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    load_before = os.getloadavg()
+    about = describe_run()
     if args.what == "scale":
         record = run_scale()
     else:
@@ -327,13 +327,8 @@ def main() -> None:
                 os.environ.update(cluster.client_env)
                 record = run_splits(workplace) if args.what == "split" else run_trials(workplace, args.only)
                 record["slurm"] = ".".join(map(str, cluster.slurm.version))
-    record |= {
-        "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
-        "versions": {"hpc_rl": __version__, "python": platform.python_version()},
-        "load": {"before": load_before, "after": os.getloadavg()},
-    }
     if args.out:
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(args.out, {**about, **record})
 
 
 if __name__ == "__main__":

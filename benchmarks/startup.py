@@ -13,16 +13,14 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
+from run_record import describe_run, write_record
 
-import hpc_rl
 from hpc_rl.core.records import JobEvent, load_job_state
 from hpc_rl.stats.read import JsonLines
 
@@ -40,10 +38,12 @@ def main() -> None:
     )
     parser.add_argument("--scheduler", default="slurm", choices=("slurm", "local"))
     parser.add_argument("--cluster", action="store_true", help="start the tests' private Slurm of 4 nodes")
-    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--nodes", type=int, help="by default 1 without Slurm, otherwise 2")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "startup.json")
     args = parser.parse_args()
+    args.nodes = args.nodes or (1 if args.scheduler == "local" else 2)
+    about = describe_run("torch")
     from cluster import Cluster
     from kill_anything import READY, make_workplace
     from packages import find_or_fetch
@@ -62,21 +62,13 @@ def main() -> None:
         ]
     result = {
         "what": "seconds from hpc-rl submit to the first training step, split at what each stage waits for",
-        "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "platform": platform.platform()},
-        "versions": {
-            "hpc_rl": hpc_rl.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **about,
         "scheduler": args.scheduler,
         "nodes": args.nodes,
         "runs": runs,
         "median": {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_record(args.out, result)
     print(json.dumps(result["median"], indent=2))
 
 

@@ -19,17 +19,15 @@ docs/performance.md.
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from run_record import describe_run, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -213,11 +211,6 @@ def write_page(record: dict[str, Any]) -> None:
     PAGE.write_text(f"{head}{BEGIN}\n\n{format_table(record)}\n\n{END}{tail}")
 
 
-def describe_commit(tree: Path) -> str:
-    argv = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,13 +231,10 @@ def main() -> None:
         after["wire"] = count_wire(ROOT, args.groups)
     if "files" in args.only:
         after["files"] = read_files()
-    after["commit"] = describe_commit(ROOT)
-    after["machine"] = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    after["versions"] = {name: metadata.version(name) for name in ("torch", "transformers", "megatron-core")}
-    text = json.dumps(record, indent=1) + "\n"
-    print(text)
+    after |= describe_run("torch", "transformers", "megatron-core")
+    print(json.dumps(record, indent=2))
     if args.out:
-        args.out.write_text(text)
+        write_record(args.out, record)
         if args.out.resolve() == ROOT / "benchmarks/results/step_counts.json":
             write_page(record)
 

@@ -10,10 +10,8 @@ it shows that everything works, and its numbers say little.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -21,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+
+from run_record import describe_run, spread, write_record  # noqa: E402
 
 PEER = "trl==1.16.0"
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -208,7 +207,7 @@ def summarize(case: dict[str, Any]) -> dict[str, float]:
     if "ratio" in case:
         return case["ratio"]
     ratios = [pair["peer"] / pair["ours"] for pair in case["pairs"]]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return spread(ratios)
 
 
 def format_table(record: dict[str, Any]) -> str:
@@ -278,15 +277,14 @@ def main() -> None:
         for case in chosen:
             what, peer, measure = known[case]
             print(case, flush=True)
-            begun = describe_run(args)
+            begun = {**describe_run(), "quick": args.quick, "num_pairs": args.pairs}
             cases[case] = {"what": what, "peer": peer, **begun, **measure()}
             cases[case]["ratio"] = summarize(cases[case])
             cases[case]["load_after"] = os.getloadavg()
             print(f"  peer / ours: {cases[case]['ratio']}", flush=True)
             # written after each case, because a later one may fail
             record = make_record({name: cases[name] for name in known if name in cases})
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record, indent=2) + "\n")
+            write_record(args.out, record)
     if args.page:
         write_table(args.page, record)
     print(format_table(record))
@@ -298,34 +296,16 @@ def load_cases(path: Path, known: Collection[str]) -> dict[str, Any]:
     return {name: case for name, case in stored.items() if name in known}
 
 
-def describe_run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the time, the code and the machine's load of a case at its begin."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "command": f"python benchmarks/side_by_side/run.py {' '.join(sys.argv[1:])}".strip(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "quick": args.quick,
-        "num_pairs": args.pairs,
-        "load": os.getloadavg(),
-    }
-
-
 def make_record(cases: dict[str, Any]) -> dict[str, Any]:
+    about = describe_run("torch", "transformers")
+    if PEER_PYTHON.exists():
+        about["versions"]["trl"] = _find_version(PEER_PYTHON, "trl")
     return {
         "what": "CPU of this project and of its peers on the same work, alternately",
-        "machine": {
-            "cpus": os.cpu_count(), "processor": platform.machine(), "platform": platform.platform(),
-        },
-        "versions": {
-            "python": platform.python_version(), "torch": version("torch"),
-            "transformers": version("transformers"),
-            **({"trl": _find_version(PEER_PYTHON, "trl")} if PEER_PYTHON.exists() else {}),
-        },
+        "machine": about["machine"],
+        "versions": about["versions"],
         "cases": cases,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -8,16 +8,19 @@ a GPU; its numbers are not kept.
 import gc
 import json
 import os
-import platform
+import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.json"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "gpu.json"
+sys.path.append(str(BENCHMARKS))
+
+from run_record import describe_run, write_record  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,18 +55,7 @@ def keep(device: str) -> Iterator[Callable[[str, Any], None]]:
     print(json.dumps(results, indent=2))
     if device == "cpu" or not results:
         return
-    versions = {name: version_of(name) for name in ("torch", "transformers", "flash-attn", "flash-attn-3")}
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
-        "results": results,
-    }
     path = Path(os.environ.get("HPC_RL_GPU_RESULTS", RESULTS))
-    path.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    about = describe_run("torch", "transformers", "flash-attn", "flash-attn-3")
+    about["versions"]["cuda"] = torch.version.cuda
+    write_record(path, {**about, "gpu": torch.cuda.get_device_name(), "results": results})

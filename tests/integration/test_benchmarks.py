@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SIDE_BY_SIDE = ROOT / "benchmarks" / "side_by_side"
 BENCHMARKS = [*sorted((ROOT / "benchmarks").glob("*.py")), SIDE_BY_SIDE / "run.py"]
+BENCHMARKS.remove(ROOT / "benchmarks" / "run_record.py")  # only others import it
+sys.path.append(str(ROOT / "benchmarks"))  # as if each were started by its path
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -22,6 +24,50 @@ def test_a_benchmark_says_what_it_does(path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert not ended.value.code and "--out" in capsys.readouterr().out
+
+
+# name -> options of a short run
+SHORT = {
+    "async_gain": "--devices 16",
+    "atropos_api": "--pairs 1 --environments 1 --groups 16",
+    "checkpoint": "--pairs 1 --gb 0.05",
+    "cluster_load": "--nodes 2 --seconds 2",
+    "config_load": "--runs 1",
+    "embedded": "--pairs 1",
+    "engines": "--pairs 1 --size tiny",
+    "evaluation": "--rounds 1 --steps 60",
+    "loss_memory": "--pairs 1 --size tiny",
+    "proximal": "--pairs 1",
+    "publish_fit": "",
+    "recovery": "--scheduler local --kills 1",
+    "rollout_path": "quickstart --pairs 1",
+    "simulator": "scale",
+    "startup": "--scheduler local --runs 1",
+}
+IN_MAKE_GPU = ("engines", "loss_memory")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_MAKE_GPU else pytest.mark.soak) for name in SHORT]
+)
+def test_a_short_run_writes_its_record(name, tmp_path):
+    command = [sys.executable, f"benchmarks/{name}.py", *SHORT[name].split(), "--out", tmp_path / "out.json"]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["command"].startswith(f"python benchmarks/{name}.py"), record["command"]
+    assert record["machine"]["cpus"] and record["versions"]["python"]
+
+
+def test_each_benchmark_is_run_by_a_test():
+    others = {
+        "advantages",
+        "learning_curves",
+        "publish",
+        "step_counts",
+        "run",
+    }  # have tests of their own below
+    assert {path.stem for path in BENCHMARKS} == SHORT.keys() | others
 
 
 def test_ragged_credit_takes_little_memory(tmp_path):
