@@ -252,12 +252,14 @@ FAR_LOG_W = 0.1
 
 
 def describe_mismatch(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning if the servers sample from another policy than the trainer's."""
-    fresh = [value for one in steps if is_number(value := one.get("mismatch_log_w_fresh"))]
-    of_all = [value for one in steps if is_number(value := one.get("mismatch_log_w_mean"))]
-    if not of_all or (size := fmean(fresh or of_all)) <= FAR_LOG_W:
+    """Return a warning if the servers sample from another policy than the trainer's.
+
+    Only tokens of the newest weights show it: after older ones, the policy has changed by training.
+    """
+    fresh = [value for one in steps if is_number(value := one.get("mismatch_log_w_fresh"))][-RECENT_STEPS:]
+    if not fresh or (size := fmean(fresh)) <= FAR_LOG_W:
         return []
-    where = "tokens of the newest weights" if fresh else "sampled tokens"
+    where = "tokens of the newest weights"
     what = f"THE SERVERS SAMPLE FROM ANOTHER POLICY: mean |log w| is {format_number(size)} at {where}"
     remedy = "compare dtype and sampling options of servers and trainer, or set actor.rollout_correction"
     return [format_row("mismatch", f"{what}, more than {FAR_LOG_W:g}; {remedy}")]
@@ -289,7 +291,7 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             again = "hpc-rl recover --from STEP without --replay generates new completions"
             lines.append(format_row("", f"KL {format_number(kl)}: {why}; {again}"))
         newest = status.history.steps[-RECENT_STEPS:]
-        lines += describe_mismatch(newest)
+        lines += describe_mismatch(status.history.steps)
         share = fmean(get_number(one, "reward_clipped") for one in newest)
         if share:
             clip = "is beyond actor.reward_clip and counts as that value"

@@ -3,7 +3,8 @@
 Reads the configuration as JSON from standard input. It prints each attempt (trials/user_code.py has the kinds
 of lines) and each finding at once, as lines of JSON to standard output, because user code may end the process
 or never return. The stack follows. It imports the same modules as the job, calls each reward once, with the
-first row, each function of the algorithm with made-up rows, and each method of a callback with an example.
+first row, each part of a teacher's reward and each method of a callback with an example, and each function of
+the algorithm with made-up rows.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import call_function, is_batched, parse_scores
+from hpc_rl.rollout.teacher.reward import Lesson, compute_values, load_parts
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import make_reward_arguments
 from hpc_rl.rollout.workflows import load_workflow
@@ -38,12 +40,17 @@ from hpc_rl.trials.user_code import (
     DONE,
     FOUND,
     IMPORTS,
+    REWARD_PARTS,
     START_S,
     find_call_limit_s,
+    find_reward_parts,
     find_workflow_code,
 )
 
 COMPLETION = "The answer is 1."
+EXAMPLE_LESSON = Lesson(
+    baseline=0.25, taught=0.75, teaching="Count first.", num_tokens=4, leaks=False, has_answer=True
+)
 EXAMPLES = {  # point -> metrics of the example
     "on_step": {"step": 1, "reward": 0.5, "loss": 0.1, "step_s": 1.0},
     "on_evaluation": {"eval_reward": 0.5, "eval_loss": 0.1},
@@ -123,6 +130,8 @@ def _check_completions_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
     for path in rollout.reward_functions:
         if ":" in path:
             yield from _check_reward(path, first)
+    for path in find_reward_parts(config):
+        yield from _check_reward_part(path)
 
 
 def _check_algorithm(config: GRPOConfig, option: str) -> Iterator[Attempt | Refusal]:
@@ -199,6 +208,31 @@ def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attem
         parse_scores(value, is_batched(function), len(completions))
     except Rejection as rejection:
         yield refuse(why=f"{call} does not return a reward: {rejection.message}")
+    except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
+        yield refuse(why=f"{call} raises {_describe_error(error)}")
+    except Exception as error:
+        why = f"{call} raises {_describe_error(error)}: the job rejects a prompt where that happens"
+        yield refuse(why=why, is_note=True)
+
+
+def _check_reward_part(path: str) -> Iterator[Attempt | Refusal]:
+    """Yield the problems of a part of a teacher's reward with an example lesson."""
+    refuse = partial(Refusal, option=REWARD_PARTS, value=path, kind=Kind.FILE)
+    yield Attempt(IMPORTS, REWARD_PARTS, path)
+    try:
+        parts = load_parts([path])
+    except ConfigError as error:
+        yield from error.refusals
+        return
+    except OSError as error:
+        yield refuse(why=f": {error}")
+        return
+    call = ", for an example lesson,"
+    yield Attempt(CALLS, REWARD_PARTS, path + call)
+    try:
+        compute_values(parts, EXAMPLE_LESSON)
+    except Rejection as rejection:
+        yield refuse(why=f"{call} does not return a number: {rejection.message}")
     except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
         yield refuse(why=f"{call} raises {_describe_error(error)}")
     except Exception as error:

@@ -24,7 +24,7 @@ from typing import Any
 from hpc_rl.config.algorithm_defaults import list_algorithms
 from hpc_rl.config.changes import JUDGES, digest_options
 from hpc_rl.config.load.stored import list_open_variables, list_secret_variables, redact_secrets, to_dict
-from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.stats import median_rule
@@ -32,7 +32,9 @@ from hpc_rl.stats import median_rule
 CODE_OF = "code of "
 ALGORITHM = ".algorithm"  # end of the names of options
 CALLBACKS = "callbacks"
-_CODE = ("rollout.workflow", "rollout.reward_fn", "actor.algorithm", CALLBACKS)
+REWARD_PARTS = "teacher.reward_parts"
+_CODE = ("rollout.workflow", "rollout.reward_fn", "actor.algorithm", REWARD_PARTS, CALLBACKS)
+_KINDS = "rewards, workflow, algorithm and callbacks"
 AGENT = "rollout.workflow_args"
 START_S = 60.0  # for the import of a user's module
 CALLBACK_S = 30.0  # for the call of a callback, in a trial without rewards
@@ -82,6 +84,7 @@ def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
         named |= {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
         named |= dict([find_workflow_code(config)])
         named |= {option: one.actor.algorithm for option, one in list_algorithms(config)}
+        named |= {f"{REWARD_PARTS} {one}": one for one in find_reward_parts(config)}
     for name, where in named.items():
         module, colon, _ = where.partition(":")
         file = source_file(module, path) if colon else None
@@ -98,6 +101,12 @@ def find_workflow_code(config: GRPOConfig) -> tuple[str, str]:
     if rollout.workflow == "agent" and (function := rollout.workflow_args.get("function")):
         return AGENT, str(function)
     return "rollout.workflow", rollout.workflow
+
+
+def find_reward_parts(config: GRPOConfig) -> list[str]:
+    """Return the import paths of the user's own parts of a teacher's reward."""
+    parts = config.teacher.reward_parts if isinstance(config, TeacherConfig) else []
+    return [part for part in parts if ":" in part]
 
 
 def _own_files(file: Path | None, path: Sequence[str]) -> dict[Path, bytes]:
@@ -223,17 +232,16 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
     if not _is_own_code(config):
         return
     if own_environment(config, python):
-        why = "rewards, workflow, algorithm and callbacks are not tried, because the job has another "
-        why += "environment than this machine"
+        why = f"{_KINDS} are not tried, because the job has another environment than this machine"
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return
     num_tries = 1 + len(config.callbacks)
     if isinstance(config, GRPOConfig):
-        num_tries += len(config.rollout.reward_functions)
+        num_tries += len(config.rollout.reward_functions) + len(find_reward_parts(config))
     limit_s = (START_S + find_call_limit_s(config)) * num_tries
     given = to_dict(redact_secrets(config))
     said, printed, code = execute_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
-    kind, tried = "", ["", "rewards, workflow, algorithm and callbacks"]  # option and value
+    kind, tried = "", ["", _KINDS]  # option and value
     for line in said.splitlines():
         if line.startswith("["):
             kind, content = json.loads(line)
@@ -294,4 +302,5 @@ def _is_own_code(config: Config) -> bool:
     rollout = config.rollout
     workflow = find_workflow_code(config)[1]
     algorithms = (one.actor.algorithm for _, one in list_algorithms(config))
-    return any(":" in path for path in (workflow, *algorithms, *rollout.reward_functions))
+    paths = (workflow, *algorithms, *rollout.reward_functions, *find_reward_parts(config))
+    return any(":" in path for path in paths)

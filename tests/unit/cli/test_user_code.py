@@ -144,6 +144,39 @@ def test_what_is_not_a_function_and_where_modules_are_searched_for(config, capsy
     assert code == 64 and "write `of_trl.batched = True` below the function" in said
 
 
+@pytest.mark.parametrize(
+    ("part", "code", "words"),
+    [
+        ("mine:brief", 0, ""),
+        (
+            "nowhere:brief",
+            64,
+            "teacher.reward_parts 'nowhere:brief' can't be imported: No module named 'nowhere'",
+        ),
+        (
+            "mine:number",
+            64,
+            "teacher.reward_parts: 'mine:number' must be a function (lesson, so_far) -> float",
+        ),
+        ("mine:wordy", 64, "mine:wordy, for an example lesson, does not return a number"),
+        ("mine:takes_nothing", 64, "mine:takes_nothing, for an example lesson, raises TypeError"),
+    ],
+)
+def test_a_part_of_a_teachers_reward_is_tried(config, capsys, part, code, words):
+    with (config.parent / "mine.py").open("a") as file:
+        file.write("def brief(lesson, so_far): return -0.01 * lesson.num_tokens\n")
+        file.write("def wordy(lesson, so_far): return lesson.teaching\n")
+        file.write("def takes_nothing(): return 0.0\n")
+    model = config.parent / "model"
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    options = ["trainer=teacher", f"pools.student.path={model}", "pools.student.max_new_tokens=4"]
+    options += ["allocation_mode=embedded:d1+embedded[student]:d1+fsdp:d1", "actor.ppo_n_minibatches=1"]
+    options += [f"teacher.reward_parts=[gain,'{part}']"]
+    assert main(["check", str(config), *options]) == code
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert words in said
+
+
 def test_a_misspelt_option_of_the_command_and_a_misspelt_file_are_told(config, capsys):
     assert main(["check", str(config), "--epsiode"]) == 64
     assert "there is no option --epsiode: did you mean --episode?" in capsys.readouterr().err
