@@ -10,6 +10,7 @@ import asyncio
 import copy
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -229,7 +230,7 @@ class Endpoint:
                     f"{problem}; given up after {failures} tries"
                 )
             pause_s = min(left_s, max(said.wait_s, backoff_s))  # the last try is at the end of the patience
-            self._warn(f"{problem}; trying again in {pause_s:.1f} s")
+            self._warn(problem, f"trying again in {pause_s:.1f} s")
             await asyncio.sleep(pause_s)
 
     def _patience(self, status: int) -> float:
@@ -253,11 +254,11 @@ class Endpoint:
         if path == CHATS:
             self._answered_at = time.monotonic()
 
-    def _warn(self, problem: str) -> None:
-        """Log a problem, at most once per REPEAT_S."""
+    def _warn(self, problem: str, action: str) -> None:
+        """Log a problem and what is done now, and report the problem, at most once per REPEAT_S."""
         now = time.monotonic()
         if not self._warned_at or now - self._warned_at >= REPEAT_S:
-            logger.warning("%s", problem)
+            logger.warning("%s; %s", problem, action)
             self.on_change(problem)
             self._warned_at = now
 
@@ -276,7 +277,7 @@ class Endpoint:
             waited_s = time.monotonic() - max(began, self._answered_at)
             if waited_s >= 0.9 * HANGS_S:
                 self._warn(
-                    f"{self._describe_path(path)} has answered nothing for {waited_s:.0f} s; still waiting"
+                    f"{self._describe_path(path)} has answered nothing for {waited_s:.0f} s", "still waiting"
                 )
 
     async def _try(self, path: str, body: dict[str, Any] | None) -> _Answer:
@@ -300,6 +301,9 @@ class Endpoint:
                 return _parse_answer(path, text)
         except TimeoutError:
             return _Answer(0, f"can't be reached: no answer within {self.request_timeout_s:g} s")
+        except aiohttp.ClientConnectorError as error:  # its text has the address again
+            number = error.errno or 0  # negative if no host has that name
+            return _Answer(0, f"can't be reached: {os.strerror(number) if number > 0 else error.strerror}")
         except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:  # LookupError: its charset
             return _Answer(0, f"can't be reached: {type(error).__name__}: {error}")
 

@@ -200,7 +200,8 @@ def list_problems(report: RolloutReport, live: bool) -> list[str]:
         quiet = format_duration(oldest_s if quiet_s is None else quiet_s)
         lines.append(
             f"nothing has finished for {quiet}, and the oldest prompt has been running for "
-            f"{format_duration(oldest_s)}: does the reward function or the workflow hang?"
+            f"{format_duration(oldest_s)}"
+            + ("" if report.endpoints else ": does the reward function or the workflow hang?")
         )
     silent_s = time.time() - report.time
     if report.time and silent_s > HANGING_S:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ VERSION = WeightVersion(0, 0)
 # an engine in this process needs no GPU
 NOWHERE = ReplicaPlace(0, "cpu", 0, Path(os.devnull), Path(os.devnull))
 LATE = "it took more time than --timeout_s"
+ENDPOINT_S = 20.0  # how long an external endpoint may fail; a trial waits for rollout.setup_timeout
 _NOT_EMBEDDED: dict[str, Any] = {  # options of gconfig that the engine lacks, with their neutral values
     "stop": None,
     "frequency_penalty": 0.0,
@@ -114,6 +115,7 @@ class ProgressWriter:
     def __init__(self, path: Path) -> None:
         self.stage = EpisodeStage.STARTING
         self.engines: list[EmbeddedEngine] = []
+        self.problems: dict[str, str] = {}  # of external pools, by their names; '' if a pool answers again
         self._path = path
         threading.Thread(target=self._write, daemon=True).start()
 
@@ -137,14 +139,17 @@ async def try_episode(
     unused = {
         name: one for name, one in _NOT_EMBEDDED.items() if getattr(config.gconfig, name) not in (one, [])
     }
-    config = replace(config, gconfig=replace(config.gconfig, **unused))
+    rollout = replace(config.rollout, setup_timeout=min(config.rollout.setup_timeout, ENDPOINT_S))
+    config = replace(config, gconfig=replace(config.gconfig, **unused), rollout=rollout)
     began, outcome = time.monotonic(), asyncio.get_running_loop().create_future()
 
     def write(data: bytes) -> None:
         frame = decode(data[4:])
         if frame["op"] == "note":
             worker.continue_workflow(NoteKept(op="kept", ticket=0, key=frame["key"], value=frame["value"]))
-        elif frame["op"] != "endpoint":
+        elif frame["op"] == "endpoint":
+            progress.problems[frame["pool"]] = frame["problem"]
+        else:
             outcome.set_result(frame)
 
     async with contextlib.AsyncExitStack() as stack:
@@ -158,7 +163,7 @@ async def try_episode(
         running = asyncio.create_task(worker.answer(make_run_frame(0, 0, prompt, VERSION)))
         await asyncio.wait({running}, timeout=timeout_s - (time.monotonic() - began))
         if not running.done():
-            return asked | _describe_delay(_find_awaited(running.get_coro()))
+            return asked | _describe_delay(_find_awaited(running.get_coro()), progress.problems)
         running.result()
         frame = outcome.result()
         asked["unused"] = ", ".join(f"gconfig.{name}" for name in unused)
@@ -170,10 +175,11 @@ async def try_episode(
         return asked | {"trajectories": [_show(one, tokenizer) for one in group.trajectories]}
 
 
-def _describe_delay(frames: traceback.StackSummary) -> dict[str, Any]:
-    """Return the error of an episode over its limit, with its place in the user's code."""
+def _describe_delay(frames: traceback.StackSummary, problems: Mapping[str, str]) -> dict[str, Any]:
+    """Return the error of an episode over its limit, with its place in user code or a pool's problem."""
     own = [frame for frame in frames if is_user_file(Path(frame.filename))]
-    where = "" if own else ": the model was being loaded, or made tokens"
+    found = "; ".join(filter(None, problems.values())) or "the model was being loaded, or made tokens"
+    where = "" if own else f": {found}"
     return {"error": LATE + where, "trace": "".join(traceback.format_list(own))}
 
 
@@ -271,7 +277,7 @@ def main() -> int:
     def give_up() -> None:
         """Report the place where the user's code blocks the event loop."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        tell(_describe_delay(traceback.extract_stack(frame)))
+        tell(_describe_delay(traceback.extract_stack(frame), progress.problems))
         os._exit(0)
 
     progress = ProgressWriter(Path(given["progress"]))

@@ -46,6 +46,9 @@ async def rejects(prompt, generate):
 async def hangs(prompt, generate):
     await asyncio.sleep(3600)
 
+async def asks(prompt, generate):
+    await generate.ask([{"role": "user", "content": "?"}], "judge", 1, "?")
+
 async def holds(prompt, generate):
     time.sleep(3600)
 """
@@ -161,3 +164,14 @@ def test_an_episode_over_its_time_limit_says_where_it_is(shell, workflow, line):
     assert done.returncode == 64
     assert "--timeout_s" in done.stderr
     assert f"in {workflow}\n" in done.stdout and line in done.stdout and "asyncio/" not in done.stdout
+
+
+def test_an_endpoint_that_can_not_be_reached_is_named_soon(shell):
+    url = "http://127.0.0.1:9/v1"  # a port without a server
+    done = shell.run(
+        *("check", "small.yaml", "--episode", "rollout.workflow=mine:asks", f"pools.judge.url={url}"),
+        *("pools.judge.model=m", f"--timeout_s={extend(60):.0f}"),
+    )
+    assert done.returncode == 64
+    said = done.stdout + done.stderr
+    assert f"pool judge: {url}" in said and "can't be reached: Connection refused; given up after" in said

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.exc import CppCompileError
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -29,6 +30,7 @@ MAX_REASON = 300  # characters
 @functools.cache
 def check(device: str) -> None:
     """Compile a trivial function for a type of device. Raises ConfigError if the machine can't, OSError."""
+    logger.info("a trivial function is compiled first, to try the compiler (%s)", OPTION)
     try:
         _configure()
         torch.compile(lambda x: 2 * x + 1, dynamic=True, backend=BACKEND)(torch.ones(8, device=device))
@@ -37,14 +39,19 @@ def check(device: str) -> None:
         if isinstance(cause, OSError):
             raise cause from error
         needed = "a C++ compiler (g++)" if device == "cpu" else "a C compiler (gcc) and Triton"
-        reason = " ".join(str(cause).split())[:MAX_REASON].rstrip(".")
+        remedy = "install it on the trainer's nodes"
+        reason = " ".join(str(cause).split())[:MAX_REASON]
+        if isinstance(cause, CppCompileError):  # its text begins with a long command
+            logger.error("the compiler failed: %s", cause)
+            remedy = "correct its installation on the trainer's nodes"
+            reason = " ".join(cause.output.split())[-MAX_REASON:]
         raise ConfigError(
             Refusal(
                 option=OPTION,
                 value="true",
                 kind=Kind.MACHINE,
-                why=f": torch.compile needs {needed}, and failed: {reason}",
-                use=f"install it on the trainer's nodes, or set {OPTION} false",
+                why=f": torch.compile needs {needed}, and failed: {reason.rstrip('.')}",
+                use=f"{remedy}, or set {OPTION} false",
             )
         ) from error
 
@@ -76,7 +83,7 @@ def compile_layers(layers: Sequence[Any]) -> None:
         forward = functools.partial(compiled[layer.forward.__func__], layer)
         layer.forward = functools.partial(_run, layer, forward, recompute)
     logger.info(
-        "%d layers are compiled when they first run (%s): the first passes take up to some minutes",
+        "%d layers are compiled when they first run (%s): the first passes take up to some minutes more",
         len(layers),
         OPTION,
     )

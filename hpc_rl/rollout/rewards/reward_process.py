@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # the user's module may import large packages
 MAX_DEATHS = 3  # a call that ran when this many processes exited counts as the cause
 OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 20, 1 << 10  # that reach the log at first, and per second after that
+RESUME_BYTES = 1 << 14  # of room before output is passed on again, else each line would have two notices
 CHUNK_BYTES = 1 << 16
 IDLE_GRACE_S = 1.0  # added to the time limit, for the process to report the start of a call
 LATE_GRACE_S = 1.0  # added to the time limit, for the process to report the place of a call
@@ -68,7 +69,7 @@ class LimitedOutput:
         now = self._clock()
         self._left = min(OUTPUT_BYTES, self._left + (now - self._at) * OUTPUT_BYTES_PER_S)
         self._at = now
-        if len(data) > self._left:
+        if max(len(data), RESUME_BYTES if self._left_out else 0) > self._left:
             if not self._left_out:
                 self._show("the reward writes too much: the log omits the next output")
             self._left_out += len(data)
@@ -76,7 +77,6 @@ class LimitedOutput:
         if self._left_out:
             self._show(f"{self._left_out} bytes of output were omitted")
             self._left_out, self._line = 0, b""
-        self._left -= len(data)
         *whole, self._line = (self._line + data).split(b"\n")
         if len(self._line) > CHUNK_BYTES:
             whole, self._line = [*whole, self._line], b""
@@ -90,7 +90,9 @@ class LimitedOutput:
             self._show(f"{self._left_out} bytes of output were omitted")
 
     def _show(self, line: str) -> None:
-        self._write(f"reward| {log.escape_controls(log.redact(line))}\n".encode(errors="backslashreplace"))
+        data = f"reward| {log.escape_controls(log.redact(line))}\n".encode(errors="backslashreplace")
+        self._left -= len(data)
+        self._write(data)
 
 
 class RewardProcess:

@@ -11,6 +11,7 @@ from engine_rows import some_rows
 from engine_weights import whole_weights
 from small_engines import assert_close, config_of
 from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.utils import fresh_cache
 
 from hpc_rl.config.options.training import FSDPEngineConfig, MicroBatchSpec
 from hpc_rl.core.errors import ConfigError
@@ -162,6 +163,21 @@ def test_a_machine_without_a_compiler_is_refused(model_dir) -> None:
     [refusal] = caught.value.refusals
     assert (refusal.option, refusal.kind) == ("enable_torch_compile", Kind.MACHINE)
     assert "g++" in refusal.why and "enable_torch_compile false" in refusal.use
+
+
+def test_a_compiler_that_fails_is_refused_with_its_own_words(tmp_path) -> None:
+    program = tmp_path / "g++"
+    said = "omp.h: No such file or directory"
+    program.write_text(
+        f"#!/bin/sh\ncase $* in *--version*) echo g++ 12; exit 0;; esac\necho '{said}' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    compiled.check.cache_clear()
+    broken = torch._inductor.config.patch({"cpp.cxx": (str(program),)})
+    with broken, fresh_cache(), pytest.raises(ConfigError) as caught:
+        compiled.check("cpu")
+    [refusal] = caught.value.refusals
+    assert refusal.why.endswith(said) and refusal.use.startswith("correct its installation")
 
 
 def test_a_directory_that_can_not_be_written_is_not_blamed_on_the_compiler(monkeypatch) -> None:

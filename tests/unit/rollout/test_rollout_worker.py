@@ -28,7 +28,12 @@ from hpc_rl.rollout.rewards import (
     score_each,
 )
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
-from hpc_rl.rollout.rewards.reward_process import OUTPUT_BYTES, LimitedOutput, RewardProcess
+from hpc_rl.rollout.rewards.reward_process import (
+    OUTPUT_BYTES,
+    OUTPUT_BYTES_PER_S,
+    LimitedOutput,
+    RewardProcess,
+)
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
@@ -677,6 +682,17 @@ def test_output_of_user_code_is_limited_and_marked():
     now[0] = 60.0
     output.take(b"later\n")
     assert b"bytes of output were omitted" in written[-2] and written[-1] == b"reward| later\n"
+
+
+@pytest.mark.parametrize("pieces", [[b"x" * 1000, b"\n"], [b"\n" * 100]])
+def test_output_of_user_code_is_limited_whatever_its_pieces(pieces):
+    written, now = [], [0.0]
+    output = LimitedOutput(written.append, lambda: now[0])
+    for number in range(60_000):
+        now[0] = number / 1000
+        for piece in pieces:
+            output.take(piece)
+    assert OUTPUT_BYTES / 2 < sum(map(len, written)) < OUTPUT_BYTES + 70 * OUTPUT_BYTES_PER_S
 
 
 async def test_a_reward_that_raises_or_prints_a_secret_variable(
