@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 
 from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
@@ -48,6 +49,10 @@ def list_section_names() -> list[str]:
     )
 
 
+def _split_words(text: str) -> str:
+    return " ".join(re.findall("[a-z0-9]+", text.lower()))
+
+
 def format_help(topic: str) -> str:
     """Return the help of a section, an option, or "all"; else of all options that contain the topic.
 
@@ -59,11 +64,11 @@ def format_help(topic: str) -> str:
         for prefix, section, _ in list_sections(cls):
             for option in describe_options(section):
                 owners.setdefault(prefix + option.name, cls)
-                texts_of.setdefault(prefix + option.name, option.text.lower())
+                texts_of.setdefault(prefix + option.name, _split_words(option.text))
     ways = (
         [name for name in owners if topic in ("all", name) or name.startswith(f"{topic}.")],
         [name for name in owners if f".{topic}." in f".{name}."],
-        [name for name, text in texts_of.items() if topic.replace("_", " ").lower() in text],
+        [name for name, text in texts_of.items() if _split_words(topic) in f"{_split_words(name)}: {text}"],
     )
     found = {name: owners[name] for name in next(filter(None, ways), [])}
     if not found:

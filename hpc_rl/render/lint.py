@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.render.slurm_options import SBATCH_OPTIONS
 
 TIMEOUT_S = 60.0
@@ -177,7 +178,9 @@ def _load_sbatch_help() -> str:
 
 
 def check_bash(text: str) -> list[Problem]:
-    """Return the syntax errors that bash finds."""
+    """Return the syntax errors that bash finds. Raises ConfigError if there is no bash."""
+    if shutil.which("bash") is None:
+        raise ConfigError("PATH has no bash, which checks and runs scripts; add its directory, usually /bin.")
     done = _execute(["bash", "-n", "/dev/stdin"], text)  # /dev/stdin gives line numbers
     if not done.returncode:
         return []

@@ -91,7 +91,7 @@ def check_compiled_layers(config: Config, explicit: Collection[str]) -> Iterator
                 value="true",
                 kind=Kind.CONFLICT,
                 why=f"can't be used with matrices that are divided among ranks (t{train.t})",
-                use="use d or c in place of t, or remove it",
+                use="use d or c in place of t, or set the option to false",
                 related=("allocation_mode",),
             )
 

@@ -104,6 +104,7 @@ def test_submit_help_is_one_screen(capsys):
         ("actor.optimizer", "--actor.optimizer.lr LR", "--actor.path"),
         ("model", "--model.optimizer.lr LR", "--actor.path"),
         ("actor.optimizer.lr", "--actor.optimizer.lr LR", "--actor.optimizer.type"),
+        ("torch compile", "--actor.enable_torch_compile", "--actor.path"),
         ("all", "--rollout.max_head_offpolicyness", "--dry_run"),
     ],
 )

@@ -194,6 +194,12 @@ def test_the_linter(text, words):
     assert lint.check_directives(GOOD) == [] and lint.check_bash(GOOD) == []
 
 
+def test_a_path_without_bash_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="PATH has no bash"):
+        lint.check_bash(GOOD)
+
+
 def test_sizes_of_memory():
     assert [preflight.parse_megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [
         200,
