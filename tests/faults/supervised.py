@@ -22,6 +22,7 @@ from hpc_rl.render.scripts import render_steps
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 JOB = "local-7"
+ENDLESS = 1_000_000  # generations
 
 
 def unit(role: str, index: int = 0, tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0) -> Unit:
@@ -83,7 +84,11 @@ class Fake:
         return process
 
     def run(self, timeout_s: float = 120.0, **env: str) -> int:
-        return self.start(**env).wait(timeout_s)
+        return self.start(**env).wait(extend(timeout_s))
+
+    def end_training(self) -> None:
+        """Let a trainer whose `total` is ENDLESS end with its next generation."""
+        self.trial.generation(ENDLESS).mkdir()
 
     def events(self, event: str, role: str | None = None) -> list[dict]:
         rows = JsonLines(self.attempt.events).poll()
