@@ -50,10 +50,12 @@ class OnOneNode(Fake):
         self.env = {"PATH": f"{root}:{os.environ['PATH']}", "SRUNS": str(self.sruns_file)}
         self.env |= {"TMPDIR": str(self.disk), "SLURM_JOB_ID": "7"}
 
-    def begin(self, script: dict, num_replicas: int = 4) -> None:
+    def begin(self, script: dict) -> None:
         self.write({"trainer": ["serve"], **script}, units=UNITS)
         self.start("srun", SLURM_JOB_NODELIST="n1", **self.env)
-        self.until(lambda: len(self.replicas()) == num_replicas and self.newest("rollout", 0))
+        self.until(
+            lambda: len(self.replicas()) == 4 and self.newest("rollout", 0) and self.newest("trainer", 0)
+        )
 
     def sruns(self) -> Counter[str]:
         names = [line.split()[0] for line in self.sruns_file.read_text().splitlines()]
@@ -75,8 +77,10 @@ def test_the_replicas_of_a_node_and_pool_are_one_step_with_parts_of_its_gpus(fak
     assert fake.sruns() == {"serveragent": 2, "rollout": 1, "trainer": 1}
     asked = [line for line in fake.sruns_file.read_text().splitlines() if line.startswith("serveragent-0.0")]
     assert "--cpus-per-task=3" in asked[0] and "--gpus-per-node=6" in asked[0]
-    logs = [fake.attempt.log("server", index, 0).read_text().split() for index in range(4)]
-    assert [log[2] for log in logs[:3]] == ["4,5", "6,7", "8,9"], "each has a log and GPUs of its own"
+    # a server leaves its record before it says that it is up
+    fake.until(lambda: all("\n" in fake.attempt.log("server", index, 0).read_text() for index in range(3)))
+    logs = [fake.attempt.log("server", index, 0).read_text().split() for index in range(3)]
+    assert [log[2] for log in logs] == ["4,5", "6,7", "8,9"], "each has a log and GPUs of its own"
     # the agent would remove it when it leaves, with the caches of a server that is started again
     assert not list(fake.disk.glob("hpc-rl-*")), "the directory of caches is the servers' own"
     fake.supervisors[0].terminate()
