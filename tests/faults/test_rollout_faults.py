@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
+from patience import extend
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
 from hpc_rl.core.errors import RoleFailed
@@ -50,14 +51,20 @@ class Killer:
         self._thread.join()
 
 
-def train(role: RolloutRole, server: FakeServer, seed: int, num_steps: int = STEPS) -> dict[int, bytes]:
-    """A trainer that sometimes goes back a few steps: each batch that it gets again must be the same."""
+def train(
+    role: RolloutRole, server: FakeServer, killer: Killer, seed: int, num_steps: int = STEPS
+) -> dict[int, bytes]:
+    """A trainer that sometimes goes back a few steps: each batch that it gets again must be the same. It leaves
+    the killer time for two kills.
+    """
     chance = random.Random(seed)
     client = role.client()
     seen: dict[int, bytes] = {}
     step, lineage = 1, 0
     server.publish("0.0")
     while step <= num_steps:
+        if step == num_steps:
+            wait_until(lambda: killer.count >= 2)
         body = encode(client.batch(step, lineage))
         assert seen.setdefault(step, body) == body
         server.publish(f"{lineage}.{step}")
@@ -95,7 +102,7 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
     role = RolloutRole(trial).start()
     killer = Killer(role, seed=7, num_kills=4)
     try:
-        seen = train(role, server, seed=3)
+        seen = train(role, server, killer, seed=3)
         killer.stop()
         batches = audit(trial, 3) if bound == "soft" else None
         assert killer.count >= 2
@@ -221,6 +228,8 @@ def test_what_a_workflow_made_once_survives_kills_of_the_role_and_its_workers(tm
     used = {}
     try:
         for step in range(1, STEPS + 1):
+            if step == STEPS:
+                wait_until(lambda: killer.count >= 2)
             server.publish(f"0.{step - 1}")
             for group in client.batch(step, 0).groups:
                 used[group.index] = {int(one.stats["nonce"]) for one in group.trajectories}
@@ -337,7 +346,7 @@ def test_a_reward_that_hangs_rejects_its_prompt_only(tmp_path):
     (tmp_path / "odd_reward.py").write_text("\n".join(line[8:] for line in source.splitlines()))
     trial = make_trial(
         tmp_path, batch_size=8, num_rows=16, n_samples=1, batch_order="in_order", max_head_offpolicyness=0,
-        reward_fn="odd_reward:score", reward_timeout_s=2.0,
+        reward_fn="odd_reward:score", reward_timeout_s=extend(0.7),
     )  # fmt: skip
     server = FakeServer(trial)
     role = RolloutRole(trial, {"PYTHONPATH": str(tmp_path)}).start()
