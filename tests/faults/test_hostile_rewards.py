@@ -82,8 +82,7 @@ async def run(prompt, generate):
     return None
 
 def wait_for(path):
-    while not os.path.exists(path):
-        time.sleep(0.1)
+    while not os.path.exists(path): time.sleep(0.1)
 """
 
 
@@ -106,9 +105,9 @@ def test_a_workflow_that_blocks_its_event_loop_is_reported_with_its_place(tmp_pa
 
     try:
         wait_until(asks)
-        assert [*blocked()] == ["blocking.py:9, in wait_for"]
+        assert [*blocked()] == ["blocking.py:8, in wait_for"]
         log = role.log.read_text()
-        assert "blocking.py:9, in wait_for blocks this rollout worker" in log and ", line 4, in run" in log
+        assert "blocking.py:8, in wait_for blocks this rollout worker" in log and ", line 4, in run" in log
         (tmp_path / "release").touch()
         wait_until(lambda: not blocked())
     finally:
