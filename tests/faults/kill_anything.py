@@ -248,7 +248,8 @@ class Killed:
         for victims in found:
             victim = luck.choice(victims)
             if is_alive(victim.pid, victim.start_ticks):
-                os.kill(victim.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it may end between the two
+                    os.kill(victim.pid, signal.SIGKILL)
         self.kills.append((what, step))
         print(f"{self.name}: killed {what} at step {step}", flush=True)
         return True
