@@ -1,6 +1,7 @@
 """Files of a trial that are damaged in every way: the commands about it answer in words and in time."""
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Shell
+from patience import extend
 from stored_trials import folder, trial_of
 
 from hpc_rl.core.errors import ExitCode
@@ -17,7 +19,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.trials import trial_index
 
 __all__ = ["folder"]
-LIMIT_S = 20
+LIMIT_S = math.ceil(extend(7))
 SAMPLE = 30  # damages in every run of the tests; all of them in make soak
 COMMANDS = (
     ("status", "TRIAL"),

@@ -83,7 +83,7 @@ async def ask_all(target: Target) -> tuple[Counter, list[str]]:
     async def ask(probe: Probe) -> None:
         async with room:
             try:
-                status = await answer_to(target.urls[probe.service], probe, PATIENCE_S)
+                status = await answer_to(target.urls[probe.service], probe, extend(PATIENCE_S))
             except TimeoutError:
                 status = 0
         counts[probe.service, status] += 1
@@ -112,7 +112,7 @@ def flood(url: str, idle: int, slow: int, stack: contextlib.ExitStack) -> list[s
     where, made = urlsplit(url), []
     for number in range(idle + slow):
         sock = stack.enter_context(socket.socket())
-        sock.settimeout(10)
+        sock.settimeout(extend(10))
         with contextlib.suppress(OSError):
             sock.connect((where.hostname, where.port))
             if number >= idle:
