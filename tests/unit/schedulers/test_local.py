@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from job_scripts import RUN_JOB_IN_PYTHON, make_stamp, sft_config, write_programs
-from patience import wait_until
+from patience import extend, wait_until
 from toy_plans import sft_plan
 
 from hpc_rl.core.errors import SchedulerError
@@ -22,6 +22,8 @@ from hpc_rl.schedulers.local import LocalScheduler
 
 pytestmark = pytest.mark.waits
 
+# a supervisor without CPU time for so long is killed; one that starts needs less
+HANG_S = extend(0.4)
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S
 {RUN_JOB_IN_PYTHON}
@@ -47,7 +49,7 @@ elif act == "waits":  # in state D, as a process whose file server has failed ov
     fifo = options["--trial_dir"] + "/fifo"
     os.mkfifo(fifo)
     if os.fork() == 0:
-        time.sleep(4)
+        time.sleep({4 * HANG_S})
         os.close(os.open(fifo, os.O_WRONLY))
         os._exit(0)
     os.posix_spawn("/bin/true", ["true"], dict(), file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
@@ -274,7 +276,7 @@ def test_a_trial_that_run_holds_elsewhere_is_not_judged_without_slurm(elsewhere)
 def test_a_supervisor_that_does_nothing_is_started_again_unless_a_device_is_waited_for(
     start, monkeypatch, acts, between
 ):
-    monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", "1")
+    monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", str(HANG_S))
     job = start(*acts)
     job.until_it_ended()
     assert job.state is State.DONE and job.events == ["started", *between, "ended"]
