@@ -1,6 +1,5 @@
 """An SFT trial of two ranks that is killed, stopped and continued, and ends with the weights of an unbroken one."""
 
-import json
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from other_pythons import install
 from patience import extend, look
 from toy_trials import ROOT, hpc_rl, is_running, logs_of, pid_of, status, trial_of
 
+from hpc_rl.core.files import JsonLines
 from hpc_rl.core.records import ProcessRecord
 from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.stats.read import load_history
@@ -52,8 +52,8 @@ def weights(trial: Trial) -> bytes:
 
 
 def events(trial: Trial, kind: str) -> list[dict]:
-    lines = [line for path in trial.attempts.glob("*/events.jsonl") for line in path.read_text().splitlines()]
-    return [row for row in map(json.loads, lines) if row["event"] == kind]
+    rows = [row for path in trial.attempts.glob("*/events.jsonl") for row in JsonLines(path).poll()]
+    return [row for row in rows if row["event"] == kind]
 
 
 def kill(trial: Trial, incarnation: int, process: str) -> None:
