@@ -156,11 +156,13 @@ async def test_completions_are_asked_for_in_parts(world):
 
 @pytest.mark.parametrize("handling", ["stop_train", "LIMIT_TRAIN", "none"])
 async def test_training_makes_room_for_an_evaluation(world, handling):
-    seen = []
+    seen, most = [], {"stop_train": 0, "LIMIT_TRAIN": 1, "none": 4}[handling]
 
     class Slow(Echo):
         async def evaluate(self):
-            await asyncio.sleep(0.5)
+            async with asyncio.timeout(extend(30)):  # those that run may finish
+                while serving.workers.num_running != most:
+                    await asyncio.sleep(0.02)
             for _ in range(5):
                 seen.append(serving.workers.num_running)
                 await asyncio.sleep(0.1)
@@ -179,7 +181,6 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
     async with world.inference() as inference, RolloutApi(world.urls[0]) as api:
         serving = Serving(Slow(config, inference, world.tokenizer), api, stopping)
         await serving.run()
-    most = {"stop_train": 0, "LIMIT_TRAIN": 1, "none": 4}[handling]
     assert seen and max(seen) == most
 
 
