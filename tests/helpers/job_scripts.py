@@ -176,7 +176,7 @@ class JobRun:
         assert self.process is not None
         for stage in stages:
             (self.here / f"go.{stage}").touch()
-        return self.process.wait(GUARD_S)
+        return self.process.wait(extend(GUARD_S))
 
     def end(self) -> None:
         """End what is left."""

@@ -47,6 +47,8 @@ write_json(here / f"trainer-0.0-rank{rank}.json", ProcessRecord.of("trainer", os
 if how == "dies" and rank == 1:
     os.kill(os.getpid(), 9)
 if how == "fails" and rank == 1:
+    while not (here / "trainer-0.0-rank0.json").exists():
+        time.sleep(0.02)
     control.leave(70)
     os._exit(70)
 stopping.wait()

@@ -5,6 +5,7 @@ import socket
 import struct
 
 import pytest
+from patience import extend
 
 from hpc_rl.core.net import answer_callers, find_unreached
 from hpc_rl.supervise.network_check import Preflight, judge
@@ -90,7 +91,7 @@ NOT_LAUNCHED = "echo 'srun: error: Task launch for StepId=7.0 failed on node n4:
 def run(tmp_path, monkeypatch):
     """Runs the check with an srun that is this script."""
 
-    def run(script: str, limit_s: float = 4):
+    def run(script: str, limit_s: float = extend(1.4)):
         srun = tmp_path / "srun"
         srun.write_text(script)
         srun.chmod(0o755)
