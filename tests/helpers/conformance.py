@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from patience import extend
+from patience import extend, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -475,16 +475,16 @@ class Conformance:
 
     async def test_pause_abort_returns_what_was_made_and_the_client_goes_on(self, api):
         sampling, wanted = self.long, self.long["max_new_tokens"]
-        request = asyncio.create_task(api.turn(**sampling))
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
         raw = asyncio.create_task(api.post("/generate", body))
-        await asyncio.sleep(0.4)
+        # once this one has tokens, so has the one before it, which shows them at its end only
+        request, _ = await self.begin_running(api)
         await api.control("/pause_generation", {"mode": "abort"})
         status, answer = await raw
         assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < wanted
         await api.client.resume()
-        turn = await request
+        (turn,) = await request
         assert turn.finish_reason == "length" and len(turn.output_ids) == wanted
         check_logprobs(turn, {api.served.label: api.served.model}, 1.0)
 
@@ -520,17 +520,14 @@ class Conformance:
 
     async def test_running_request_goes_on_under_the_new_weights(self, api):
         old = (api.served.label, api.served.model)
-        running = asyncio.create_task(api.turn(**self.long))
-        await asyncio.sleep(0.5)
+        running, _ = await self.begin_running(api)
         await api.update()
-        turn = await running
+        (turn,) = await running
         assert [span[0] for span in turn.versions] == [old[0], api.served.label]
         check_logprobs(turn, {old[0]: old[1], api.served.label: api.served.model}, 1.0)
 
     async def test_tokens_of_a_running_request_come_in_parts(self, api):
-        partials = self.begin_long(3)
-        finishing = asyncio.create_task(api.client.finish(partials))
-        await self.until(lambda: all(partial.turn.output_ids for partial in partials), finishing)
+        finishing, partials = await self.begin_running(api, 3)
         assert not finishing.done() and all(partial.is_unfinished for partial in partials)
         self.check_partials(api, partials, [api.served.label])
         await finishing
@@ -540,17 +537,19 @@ class Conformance:
     async def test_parts_have_the_versions_that_sampled_them(self, api):
         """Before and after an update, for a client that never receives the end."""
         old = api.served.label
-        partials = self.begin_long(2)
-        finishing = asyncio.create_task(api.client.finish(partials))
-        await self.until(lambda: all(partial.turn.output_ids for partial in partials), finishing)
+        finishing, partials = await self.begin_running(api, 2)
         await api.update()
         new = api.served.label
         await self.until(lambda: all(partial.turn.versions[-1][0] == new for partial in partials), finishing)
         finishing.cancel()
         self.check_partials(api, partials, [old, new])
 
-    def begin_long(self, count):
-        return [PartialTurn(GenerateRequest(PROMPT, self.long, uuid.uuid4().hex)) for _ in range(count)]
+    async def begin_running(self, api, count=1):
+        """Begin long requests, and wait until each has tokens; return the call that finishes them, and them."""
+        partials = [PartialTurn(GenerateRequest(PROMPT, self.long, uuid.uuid4().hex)) for _ in range(count)]
+        finishing = asyncio.create_task(api.client.finish(partials))
+        await self.until(lambda: all(partial.turn.output_ids for partial in partials), finishing)
+        return finishing, partials
 
     async def until(self, holds, finishing):
         async with asyncio.timeout(extend(60)):
@@ -571,12 +570,12 @@ class Conformance:
         assert before.output_ids != after.output_ids
         assert (await api.client.model_info())["weight_version"] == api.served.label == after.versions[0][0]
         check_logprobs(after, {api.served.label: api.served.model}, 0.0)
-        await asyncio.sleep(0.3)
-        assert api.served.lease()["version"] == api.served.label
+        # the lease follows in the background
+        await asyncio.to_thread(wait_until, lambda: api.served.lease()["version"] == api.served.label)
 
     async def test_weights_arrive_over_a_process_group(self, api):
         old = (api.served.label, api.served.model)
-        running = asyncio.create_task(api.turn(**self.long))
+        running, _ = await self.begin_running(api)
         async with open_group(api) as group:
             for _ in range(2):
                 buckets = api.next_buckets()
@@ -589,7 +588,7 @@ class Conformance:
                 await api.client.end_update()
                 await api.client.resume()
                 check_logprobs(await api.turn(ignore_eos=True), {api.served.label: api.served.model}, 1.0)
-            turn = await running
+            (turn,) = await running
             assert turn.versions[0][0] == old[0]
             paths = {str(WeightVersion(0, step)): api.served.models[step % 2] for step in range(99)}
             check_logprobs(turn, paths, 1.0)
@@ -683,13 +682,18 @@ class Conformance:
         rids = [uuid.uuid4().hex for _ in range(2)]
         bodies = [{"input_ids": PROMPT, "sampling_params": self.long, "rid": rid} for rid in rids]
         calls = [asyncio.create_task(api.post("/generate", body)) for body in bodies]
-        await asyncio.sleep(0.4)
-        await api.control("/abort_request", {"rid": rids[0]})
+        await self.abort_until_it_ends(api, {"rid": rids[0]}, calls[0])
         _, first = await calls[0]
         assert first["meta_info"]["finish_reason"]["type"] == "abort" and not calls[1].done()
-        await api.control("/abort_request", {"abort_all": True})
+        await self.abort_until_it_ends(api, {"abort_all": True}, calls[1])
         _, second = await calls[1]
         assert second["meta_info"]["finish_reason"]["type"] == "abort"
+
+    async def abort_until_it_ends(self, api, body, call):
+        """Abort a request again and again: it may not have arrived yet."""
+        while not call.done():
+            await api.control("/abort_request", body)
+            await asyncio.wait({call}, timeout=0.2)
 
     async def test_flush_cache(self, api):
         deadline = time.monotonic() + extend(20)
