@@ -1,7 +1,7 @@
 """One embedded replica that receives weights over a process group, in a process that can be killed.
 
-`receiving_replica.py TRIAL INDEX MODEL RECEIVE_LIMIT_S [STALL_AT STALLED_FILE]`: at the bucket of this number
-it writes the file, and waits until it is killed.
+`receiving_replica.py TRIAL INDEX MODEL [STALL_AT STALLED_FILE]`: at the bucket of this number it writes the file,
+and waits until it is killed. From SIGUSR1 on, it takes a trainer that sends nothing for dead at once.
 """
 
 import asyncio
@@ -36,9 +36,10 @@ def stall(at: int, file: Path) -> None:
 
 def main() -> int:
     trial, index, model = Trial(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    replica_module.RECEIVE_LIMIT_S = float(sys.argv[4])
-    if len(sys.argv) > 5:
-        stall(int(sys.argv[5]), Path(sys.argv[6]))
+    replica_module.RECEIVE_LIMIT_S = 600.0
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(replica_module, "RECEIVE_LIMIT_S", 0.0))
+    if len(sys.argv) > 4:
+        stall(int(sys.argv[4]), Path(sys.argv[5]))
     embedded = EmbeddedBackend(EmbeddedConfig(), address="127.0.0.1")
     copy = ModelCopy(trial.dir / f"copy-{index}", trial.weights)
     backend = NodeBackend(embedded, copy, NodeCopies())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,10 +85,10 @@ class Site:
         )
         self.saved: dict[str, Path] = {}
 
-    def start(self, index: int, *stall: str | Path, receive_limit_s: float = 600.0) -> None:
+    def start(self, index: int, *stall: str | Path) -> None:
         paths = [ROOT, ROOT / "tests" / "helpers"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, paths))}
-        arguments = [self.trial.dir, str(index), self.folder / "model", str(receive_limit_s), *stall]
+        arguments = [self.trial.dir, str(index), self.folder / "model", *stall]
         self.processes[index] = subprocess.Popen(
             [sys.executable, REPLICA, *arguments],
             env=environment,
@@ -203,11 +204,11 @@ def test_a_server_that_is_killed_in_the_middle_of_a_bucket(site):
 
 
 def test_a_server_that_hangs_loads_from_files(site, monkeypatch):
-    monkeypatch.setattr(process_groups, "BUCKET_S", 3.0)
+    monkeypatch.setattr(process_groups, "BUCKET_S", extend(2.0))
     site.start(0)
     site.start(1, "2", site.folder / "stalled")
     site.wait_until_joined(0, 1)
-    site.publisher.update_timeout_s = 2.0
+    site.publisher.update_timeout_s = extend(1.0)
     published = site.publish(1)
     assert (published.acknowledged, published.num_received) == ([name(0)], 1)
     site.check_server(0, "0.1")
@@ -256,11 +257,12 @@ async def _stop_in_the_middle(site: Site) -> None:
 
 
 def test_a_server_whose_trainer_dies_restores_itself(site):
-    site.start(0, receive_limit_s=1.0)
+    site.start(0)
     site.wait_until_joined(0)
     site.publish(1)
     site.engine.change()
     asyncio.run(_stop_in_the_middle(site))
+    site.processes[0].send_signal(signal.SIGUSR1)
     site.check_server(0, "0.1")  # waits until the server has loaded it again and resumed
 
 
