@@ -262,13 +262,13 @@ class RolloutRole:
         """Exit code after TERM."""
         assert self.process
         self.process.terminate()
-        code = self.process.wait(timeout_s)
+        code = self.process.wait(extend(timeout_s))
         self.process.stdin.close()
         return code
 
     def client(self, poll_s: float = 2.0) -> DecodingClient:
         return DecodingClient(
-            NameResolve(self.trial.names), self.trial.load_tokens(), deadline_s=60.0, poll_s=poll_s
+            NameResolve(self.trial.names), self.trial.load_tokens(), deadline_s=extend(60), poll_s=poll_s
         )
 
     def children(self) -> list[int]:

@@ -257,7 +257,7 @@ def test_nothing_to_resume(shell):
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Path:
     """A sleep that stands in for the supervisor of a job."""
-    return make_python(tmp_path / "python", "exec sleep 60")
+    return make_python(tmp_path / "python", f"exec sleep {extend(60):.0f}")
 
 
 def test_a_trial_that_runs(shell, sleeper):

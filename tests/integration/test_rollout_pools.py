@@ -7,11 +7,10 @@ import dataclasses
 import json
 import sys
 import threading
-import time
 
 import pytest
 from aiohttp import web
-from patience import extend
+from patience import extend, wait_until
 from rollout_trial import FakeServer, RolloutRole, make_trial
 from toy_plans import toy_plan
 
@@ -194,12 +193,14 @@ def test_status_tells_of_a_judge_that_fails_until_it_answers_again(tmp_path, jud
     role = RolloutRole(trial, {"JUDGE_KEY": KEY}).start()
 
     def wait_for_problem(count: int) -> list[str]:
-        for _ in range(600):
-            report = load_rollout(trial.attempt("1.0"))
-            if report is not None and len(report.endpoints) == count:
-                return [line for line in list_problems(report, live=True) if "pool judge" in line]
-            time.sleep(0.1)
-        raise AssertionError(report)
+        found = []
+
+        def has_so_many() -> bool:
+            found.append(load_rollout(trial.attempt("1.0")))
+            return found[-1] is not None and len(found[-1].endpoints) == count
+
+        wait_until(has_so_many, 60, lambda: found[-1])
+        return [line for line in list_problems(found[-1], live=True) if "pool judge" in line]
 
     with concurrent.futures.ThreadPoolExecutor() as background, contextlib.ExitStack() as stack:
         stack.callback(student.close)
