@@ -12,6 +12,22 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.stats.read import load_history
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+# two steps may be faster than the start of a server: they wait until all three have loaded their weights
+REWARDS = """
+import time
+
+def half(prompt, completion, **columns):
+    return 0.5
+
+class Waits:
+    def on_step(self, event):
+        while not event.is_check and self.count_loaded(event.trial_dir) < 3:
+            time.sleep(0.1)
+
+    def count_loaded(self, trial_dir):
+        logs = (trial_dir / "attempts").glob("*/logs/server-*.log")
+        return sum("the server is " in log.read_text() for log in logs)
+"""
 
 
 def run_script(trial: Trial) -> subprocess.CompletedProcess[str]:
@@ -23,12 +39,13 @@ def run_script(trial: Trial) -> subprocess.CompletedProcess[str]:
 def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_of_the_submission(tmp_path):
     make_quickstart(tmp_path)
     rewards = tmp_path / "my_rewards.py"
-    rewards.write_text("def half(prompt, completion, **columns):\n    return 0.5\n")
     disk = tmp_path / "disk"
+    rewards.write_text(REWARDS)
     options = ["experiment_name=sums", "trial_name=local", "total_train_steps=2", "valid_dataset=null"]
     options += ["allocation_mode=embedded:d3+fsdp:d1", "evaluator.freq_steps=null", "launcher.type=local"]
     options += ["train_dataset.batch_size=8", "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"]
     options += ["rollout.reward_fn=my_rewards:half", "launcher.snapshot=[my_rewards.py]"]
+    options.append("callbacks=[my_rewards:Waits]")
     given = ["render", "--config", CONFIGS / "grpo.yaml", *options, f"cluster.local_dir={disk}"]
     rendered = hpc_rl(*given, cwd=tmp_path)
     assert "launcher.snapshot: 1 files are copied" in rendered.stdout + rendered.stderr
@@ -47,9 +64,10 @@ def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_
     assert len(re.findall(f"copied {re.escape(base)} to", every)) == 1
     versions = [label for text in servers for label in re.findall(f"copied weights (\\S+) to {disk}/", text)]
     assert versions and len(versions) == len(set(versions)), "each version once"
-    assert all(
-        re.search(f"from (its published values in )?{re.escape(str(disk))}/", text) for text in servers
-    )
+    # a server that starts after the first publication begins with the copy of its weights
+    place = rf"{re.escape(str(disk))}/\S*/copies/weights/"
+    loaded = rf"loaded (weights \S+ from its published values in )?{place}"
+    assert all(re.search(loaded, text) for text in servers), servers
     assert list(disk.iterdir()) == []
 
 
