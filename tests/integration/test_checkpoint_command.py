@@ -130,7 +130,7 @@ def test_an_imported_checkpoint_is_what_a_trial_goes_on_from(trial, tmp_path, ca
     one, other = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     with Roles(fresh, "2.0") as roles:
-        first = roles.trainer(1)
+        first = roles.trainer(1, stays_at=3)
         roles.wait_for_step(1, timeout_s=240)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL]

@@ -42,7 +42,7 @@ def test_a_compiled_trial_that_is_killed_equals_an_unbroken_one(tmp_path, monkey
     unbroken = roles.rows()
     assert has_compiled_layers(tmp_path / "first")
     with Roles(broken, "1.0") as roles:
-        first = roles.trainer()
+        first = roles.trainer(stays_at=11)
         roles.wait_for_step(7)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL]

@@ -40,7 +40,7 @@ def test_each_data_set_has_the_credit_of_its_algorithm_also_after_a_kill(tmp_pat
     with Roles(trial, "1.0") as roles:
         roles.start("server")
         roles.start("rollout")
-        first = roles.trainer()
+        first = roles.trainer(stays_at=NUM_STEPS - 1)
         roles.wait_for_step(2)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL], roles.log("trainer").read_text()

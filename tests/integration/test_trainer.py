@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_weights import whole_weights
+from patience import wait_until
 from recipes import make_run
 from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
@@ -17,7 +18,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.core.trial import Trial, load_json, write_json
-from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
+from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup, WeightVersion
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.tools import convert
 from hpc_rl.trainers.grpo_recipe import GRPO
@@ -70,7 +71,7 @@ def test_sft_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
     )
     write_plan(broken, "sft", 1)
     with Roles(broken, "1.0") as roles:
-        first = roles.trainer()
+        first = roles.trainer(stays_at=30)
         roles.wait_for_step(16)
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL]
@@ -185,6 +186,16 @@ def damage(trial: Trial) -> int:
     return oldest.step
 
 
+def list_saves(trial: Trial) -> list[str]:
+    return [path.name for path in trial.recover.iterdir() if "gen-" in path.name]
+
+
+def are_saves_finished(trial: Trial, kept: int) -> bool:
+    """Return whether a trainer that stays at a step writes and removes no generation any more."""
+    names = list_saves(trial)
+    return len(names) == kept and all(name.startswith("gen-") for name in names)
+
+
 def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     toy,
 ):
@@ -208,8 +219,9 @@ def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     with Roles(trial, "1.0") as roles:
         roles.start("server")
         roles.start("rollout")
-        first = roles.trainer(2)
+        first = roles.trainer(2, stays_at=9)
         roles.wait_for_step(9, timeout_s=150)
+        wait_until(lambda: are_saves_finished(trial, 3), said=lambda: list_saves(trial))
         Roles.kill(first)
         assert roles.ended(first) == [-signal.SIGKILL] * 2
         saved = damage(trial)
@@ -236,7 +248,8 @@ def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]
     assert all(row["eval_num_prompts"] == 200 for row in evaluations)
     assert load_json(trial.current_weights)["label"] == "1.12"
-    assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]
+    left = [WeightVersion.parse(path.name) for path in trial.weights.iterdir() if path.is_dir()]
+    assert sorted(left)[-2:] == [WeightVersion(1, 11), WeightVersion(1, 12)]
 
 
 def test_dpo_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
@@ -265,7 +278,7 @@ def test_dpo_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
     broken = make_trial(toy, "dpo", "dpo", [*options, "recover.mode=auto"])
     write_plan(broken, "dpo", 2)
     with Roles(broken, "1.0") as roles:
-        both = roles.trainer(2)
+        both = roles.trainer(2, stays_at=19)
         roles.wait_for_step(11)
         Roles.kill(both)
         assert roles.ended(both) == [-signal.SIGKILL] * 2
@@ -301,11 +314,12 @@ def test_ppo_resumed_after_a_kill_has_the_policy_and_the_critic_of_the_unbroken_
         with Roles(trial, "1.0") as roles:
             roles.start("server")
             roles.start("rollout")
-            ranks = roles.trainer(2)
+            ranks = roles.trainer(2, stays_at=6 if mode == "auto" else None)
             if mode == "auto":
                 roles.wait_for_step(5, timeout_s=150)
+                wait_until(lambda trial=trial: scan(trial), said=lambda trial=trial: list_saves(trial))
                 Roles.kill(ranks)
-                roles.ended(ranks)
+                assert roles.ended(ranks) == [-signal.SIGKILL] * 2
                 ranks = roles.trainer(2)
             assert roles.ended(ranks, timeout_s=150) == [0, 0]
         trials.append(trial)
@@ -378,10 +392,10 @@ def test_a_reward_model_learns_and_continues_after_a_kill(toy):
     trial = make_trial(toy, "rw", "rw", options)
     write_plan(trial, "rw", 2)
     with Roles(trial, "1.0") as roles:
-        first = roles.trainer(2)
+        first = roles.trainer(2, stays_at=50)
         roles.wait_for_step(12, timeout_s=120)
         Roles.kill(first)
-        roles.ended(first)
+        assert roles.ended(first) == [-signal.SIGKILL] * 2
         assert roles.ended(roles.trainer(2), timeout_s=180) == [0, 0]
     rows = roles.rows(0) + roles.rows(1)
     assert rows[-1]["step"] == 60 and rows[-1]["loss"] < 0.6 < 0.69 - 0.2 + rows[0]["loss"]

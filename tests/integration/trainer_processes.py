@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from held_trainer import CALLBACK, VARIABLE, find_permission
 from patience import extend, look
 from toy_plans import toy_plan
 from toy_trials import make_toy
@@ -40,6 +41,7 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
         f"{section}.attn_impl=sdpa",
         f"{section}.dtype=float32",
         f"{section}.optimizer.weight_decay=0",
+        f"callbacks=[{CALLBACK}]",
     ]
     trial = Trial.of(folder / "runs", "user", "toy", name)
     trial.make_dirs()
@@ -113,7 +115,9 @@ class Roles:
             process.wait()
             process.stdin.close()
 
-    def start(self, role: str, rank: int = 0, num_ranks: int = 1) -> subprocess.Popen:
+    def start(
+        self, role: str, rank: int = 0, num_ranks: int = 1, stays_at: int | None = None
+    ) -> subprocess.Popen:
         incarnation = self.incarnations.setdefault(role, 0)
         where = [
             "--trial_dir",
@@ -131,6 +135,7 @@ class Roles:
         }
         tests = Path(__file__).resolve().parents[1]
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
+        env |= {} if stays_at is None else {VARIABLE: str(stays_at)}
         with self.log(role, rank).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"hpc_rl.roles.{role}", *where],
@@ -142,8 +147,13 @@ class Roles:
         self.processes.append(process)
         return process
 
-    def trainer(self, num_ranks: int = 1) -> list[subprocess.Popen]:
-        return [self.start("trainer", rank, num_ranks) for rank in range(num_ranks)]
+    def trainer(self, num_ranks: int = 1, stays_at: int | None = None) -> list[subprocess.Popen]:
+        """Start all ranks. They go no further than the step `stays_at`, before it is saved, until `go_on`."""
+        return [self.start("trainer", rank, num_ranks, stays_at) for rank in range(num_ranks)]
+
+    def go_on(self) -> None:
+        """Let the trainer go beyond the step at which it stays."""
+        find_permission(self.trial.dir, self.trial.attempt(self.attempt_id).job_id).touch()
 
     def ended(self, processes: list[subprocess.Popen], timeout_s: float = 180.0) -> list[int]:
         """Exit codes, with the supervisor's record of them; the next start of the trainer is a new
@@ -179,5 +189,7 @@ class Roles:
 
     @staticmethod
     def kill(processes: list[subprocess.Popen]) -> None:
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
+        """Kill them at one instant: a rank that sees another one die would end by itself, with another code."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in processes:
+                process.send_signal(number)
