@@ -56,11 +56,13 @@ def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | No
             record = {"job_id": str(job), "start_mode": "resume" if job > 1 else "auto"}
             write_json(trial.job(str(job)), record | ({"from_step": again_from} if job > len(parts) else {}))
             with Roles(trial, f"{job}.0") as roles:
-                ranks = roles.trainer(num_ranks)
-                if last_step < NUM_STEPS:
+                is_stopped = last_step < NUM_STEPS
+                ranks = roles.trainer(num_ranks, stays_at=last_step + 1 if is_stopped else None)
+                if is_stopped:
                     roles.wait_for_step(last_step, timeout_s=500)
                     ranks[-1].send_signal(signal.SIGTERM)
-                expected = 0 if last_step == NUM_STEPS else 75
+                    roles.go_on()
+                expected = 75 if is_stopped else 0
                 assert roles.ended(ranks, timeout_s=500) == [expected] * num_ranks
     return trial
 
