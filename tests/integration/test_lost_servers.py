@@ -14,10 +14,13 @@ from patience import extend
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.servers.client import GenerateRequest, PartialTurn
+from hpc_rl.servers.embedded.backend import TEST_PACE
 from hpc_rl.servers.router import Router
 
 SCRIPT = Path(__file__).parent / "replica_process.py"
 LENGTHS = (5, 2500, 2500)
+# a step of decoding takes 1 ms at least: at half a second, when the first tokens come, no machine has made half of them
+PACE = {TEST_PACE: "0.001:0"}
 
 
 class Pair:
@@ -31,7 +34,8 @@ class Pair:
         self.counts = [folder / f"tokens-{index}" for index in range(2)]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, SCRIPT, folder / "trial", str(index), folder / "model", self.counts[index]]
+                [sys.executable, SCRIPT, folder / "trial", str(index), folder / "model", self.counts[index]],
+                env=os.environ | PACE,
             )
             for index in range(2)
         ]
