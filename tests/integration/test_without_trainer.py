@@ -143,8 +143,8 @@ def test_serve_answers_openai_requests_until_it_is_cancelled(tmp_path):
     folder = make_folder(tmp_path)
     trial = trial_of(folder, "base-serve")
     hpc_rl("serve", "quickstart/base", *list_arguments(), "--launcher.type", "local", cwd=folder)
-    wait_until(lambda: find_urls(folder), said=lambda: logs_of(trial))
-    urls = find_urls(folder)
+    urls: dict[str, str] = {}
+    wait_until(lambda: urls.update(find_urls(folder)) or urls, said=lambda: logs_of(trial))
     base, key = urls["base_url"], urls["api_key"]
     host = base.partition("/t/")[0]
     question = {"model": "any", "prompt": "1+1=", "max_tokens": 4, "n": 2, "seed": 1}
