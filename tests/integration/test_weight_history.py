@@ -19,14 +19,28 @@ from hpc_rl.weight_files.chain import load_indices
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart" / "grpo.yaml"
 NUM_STEPS = 60
+# the server keeps a version until the next step is trained
+WAITS = """
+import time
+from pathlib import Path
+
+class Waits:
+    def on_step(self, event):
+        seen = Path("seen", str(event.metrics.get("version")))
+        until = time.monotonic() + 60
+        while not (event.is_check or seen.exists() or time.monotonic() > until):
+            time.sleep(0.01)
+"""
 
 
 class Watch(threading.Thread):
-    """Asks the trial's server for the checksums of its weights until the trial ends."""
+    """Asks the trial's server for the checksums of its weights until the trial ends. Leaves a file in `folder` for each
+    version that it has seen.
+    """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.trial = trial
+        self.trial, self.folder = trial, folder
         self.seen: dict[str, dict[str, str]] = {}  # version -> checksums
         self.ending = threading.Event()
 
@@ -39,6 +53,7 @@ class Watch(threading.Thread):
             if answer["weight_version"]:
                 [rank] = answer["ranks"]
                 assert self.seen.setdefault(answer["weight_version"], rank["checksums"]) == rank["checksums"]
+                (self.folder / answer["weight_version"]).touch()
 
     def _ask(self) -> dict:
         leases = open_names(self.trial).list_leases(keys.servers("rollout"))
@@ -59,13 +74,16 @@ def test_every_step_can_be_exported_as_the_server_had_it(tmp_path, dtype):
     """In float32 a step changes most values, in bfloat16 few."""
     make_quickstart(tmp_path)
     trial = trial_of(tmp_path, dtype, "quickstart")
-    watch = Watch(trial)
+    (tmp_path / "watched.py").write_text(WAITS)
+    (tmp_path / "seen").mkdir()
+    watch = Watch(trial, tmp_path / "seen")
     watch.start()
     options = [
         *(f"trial_name={dtype}", f"total_train_steps={NUM_STEPS}", "launcher.type=local"),
         *("train_dataset.batch_size=4", "actor.ppo_n_minibatches=1", "evaluator.freq_steps=null"),
         *(f"actor.dtype={dtype}", f"embedded.dtype={dtype}", "actor.optimizer.lr=1e-5"),
         *("weights.history_gb=1", "valid_dataset=null", "recover.freq_steps=null"),
+        "callbacks=[watched:Waits]",
     ]
     try:
         hpc_rl("submit", "--config", CONFIG, *options, "--follow", cwd=tmp_path, timeout_s=500)
