@@ -110,7 +110,7 @@ class Cluster:
         for node in self.nodes:
             stepd = ["-d", self._program("slurmstepd")] if self.slurm.root else []
             self._start(f"run/slurmd.{node}.pid", "slurmd", [self._program("slurmd"), *stepd, "-N", node])
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while self._num_usable() < self.num_nodes:
             if time.monotonic() > deadline:
                 raise RuntimeError(

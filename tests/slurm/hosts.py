@@ -87,7 +87,7 @@ class HostsCluster(Cluster):
         for name in ("switch", "ctl", "login", *self.nodes):
             if name not in self.hosts:
                 self._boot(name)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while self._num_usable() < self.num_nodes:
             if time.monotonic() > deadline:
                 logs = "\n".join(path.read_text()[-2000:] for path in (self.dir / "log").iterdir())
