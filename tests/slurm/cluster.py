@@ -133,12 +133,17 @@ class Cluster:
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def cancel_all(self, timeout_s: float = 30) -> None:
-        """End every job, and wait until the queue is empty."""
-        with contextlib.suppress(subprocess.SubprocessError):
-            self.run("scancel", f"--user={os.getuid()}")
-            deadline = time.monotonic() + timeout_s
-            while self.run("squeue", "-h") and time.monotonic() < deadline:
-                time.sleep(0.1)
+        """End every job, and wait until the queue is empty.
+
+        A requeue that a script asked for just before it was cancelled revives the job, so each look cancels again.
+        """
+        deadline = time.monotonic() + extend(timeout_s)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.SubprocessError):
+                self.run("scancel", f"--user={os.getuid()}")
+                if not self.run("squeue", "-h"):
+                    return
+            time.sleep(0.1)
 
     def hurry(self, job_id: str = "") -> None:
         """Spare that job, or every one, Slurm's two minutes after a requeue."""
