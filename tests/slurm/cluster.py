@@ -160,13 +160,15 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Power loss: the node's slurmd, its steps and all that runs below them, at once."""
-        pid = self._pid(f"run/slurmd.{node}.pid", "slurmd")
-        pids = [*([pid] if pid else []), *self._steps(node)]
-        for doomed in (
-            pids
-        ):  # all stop first: none may see another die, as srun's helper does, which then cancels the step
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(doomed, signal.SIGSTOP)
+        slurmd = self._pid(f"run/slurmd.{node}.pid", "slurmd")
+        pids: list[int] = []
+        # All stop first: none may see another die, as srun's helper does, which then cancels the step. What they
+        # started while they were listed is found by another look, after which none can start anything.
+        while new := [pid for pid in (slurmd, *self._steps(node)) if pid and pid not in pids]:
+            for pid in new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            pids += new
         _kill(
             pids[::-1]
         )  # children first: the kernel wakes stopped processes (HUP, CONT) whose parent is gone
