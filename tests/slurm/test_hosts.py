@@ -164,12 +164,20 @@ def test_nodes_that_do_not_reach_each_other_are_named_before_models_load(cluster
             assert "n3 (ib0 10.77.2.13)" in found.reason and "do not reach each other" in found.reason
         else:
             assert "n2 (ib0 10.77.2.12) and n4 (ib0 10.77.2.14) do not reach each other" in found.reason
+        # the supervisor names the nodes before it has recorded its end, which `status` tells
+        wait_for(lambda: list_ended(trial), trial)
         said = json.loads(hpc_rl("status", "--json", str(trial.dir), cwd=cluster.dir).stdout)
         assert "ib0 10.77.2.1" in said["last_end"] or "ib0 10.77.2.1" in said["reason"]
     finally:
         cluster.partition("n3", cut=False, interfaces=["ib0"])
         if cut == "pair":
             cluster.part("n2", "n4", "ib0", cut=False)
+
+
+def list_ended(trial: Trial) -> list[Attempt]:
+    """Return the attempts that have recorded their end."""
+    attempts = [trial.attempt(folder.name) for folder in sorted(trial.attempts.glob("*"))]
+    return [attempt for attempt in attempts if attempt.ended.exists()]
 
 
 def events_of(trial: Trial, kind: EventKind) -> list[Event]:
