@@ -147,12 +147,12 @@ def test_a_replica_of_an_array_loses_a_node_and_returns_while_training_goes_on(c
     wait_for(lambda: find_task()[1] == "PENDING", one.trial)
     cluster.up()
 
-    def returns() -> bool:
+    def find_both() -> dict[int, LeaseView]:
         cluster.hurry(find_task()[0])
-        return one.list_serving().keys() == {0, 1}
+        found = one.list_serving()
+        return found if found.keys() == {0, 1} else {}
 
-    wait_for(returns, one.trial, limit_s)
-    after = one.list_serving()
+    after = wait_for(find_both, one.trial, limit_s)
     assert after[0].epoch > before[0].epoch and after[0].value["attempt"] != before[0].value["attempt"]
     assert after[1].epoch == before[1].epoch
     one.wait_for_steps(2)
@@ -171,9 +171,7 @@ def test_a_replica_of_one_job_is_restarted_after_the_loss_of_a_process_on_its_se
     record = next(one.trial.attempts.glob("*/processes/server-0.0-rank1.json"))
     process = json.loads(record.read_text())
     os.kill(toy_trials.pid_of(process), 9)
-    wait_for(
-        lambda: one.list_serving()[0].epoch > before[0].epoch if 0 in one.list_serving() else False, one.trial
-    )
+    wait_for(lambda: (seen := one.list_serving().get(0)) and seen.epoch > before[0].epoch, one.trial)
     one.wait_for_steps(2)
     [attempt] = [one.trial.attempt(folder.name) for folder in one.trial.attempts.glob("*")]
     [exit_of] = [event for event in load_events(attempt) if event.kind is EventKind.EXITED]
