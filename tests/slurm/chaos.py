@@ -106,7 +106,7 @@ class Chaos(Killed):
 
     def _when_running(self, act: Callable[[], object]) -> None:
         """Requeues and preemptions happen to a job that has come to something, not to one that is about to
-        start.
+        start. An act that gives False is tried again.
         """
 
         def try_it() -> bool:
@@ -117,8 +117,7 @@ class Chaos(Killed):
             with contextlib.suppress(
                 subprocess.CalledProcessError
             ):  # it has ended meanwhile, or Slurm is between two states
-                act()
-                return True
+                return act() is not False
             return False
 
         self.until(try_it)
@@ -142,16 +141,18 @@ class Chaos(Killed):
             or not self.cluster.run("squeue", "-h", "-j", job_id, "-t", "PENDING,RUNNING", "-o", "%i").strip()
         )
 
-    def _kill_node(self, first: bool, luck: random.Random) -> None:
-        self.until(lambda: self.over or not self._down)  # one at a time: there are four
-        if self.over:
-            return
+    def _kill_node(self, first: bool, luck: random.Random) -> bool:
+        """Kill a node of the job; False while another one is dead, or the job has given its nodes back."""
         hosts = self._hosts()
-        node = hosts[0] if first else luck.choice(hosts[2:])
+        candidates = hosts[:1] if first else hosts[2:]
+        if self._down or not candidates:
+            return False
+        node = luck.choice(candidates)
         self.cluster.kill_node(
             node
         )  # Slurm takes some seconds to notice; the job goes on without it, or comes back
         self._down.append(node)
+        return True
 
     def lose_first_node(self, luck: random.Random) -> None:
         """Kill the processes of the first node one by one."""
