@@ -135,7 +135,8 @@ class Cluster:
     def cancel_all(self, timeout_s: float = 30) -> None:
         """End every job, and wait until the queue is empty.
 
-        A requeue that a script asked for just before it was cancelled revives the job, so each look cancels again.
+        A requeue that a script asked for just before it was cancelled revives the job: each look cancels
+        again.
         """
         deadline = time.monotonic() + extend(timeout_s)
         while time.monotonic() < deadline:
@@ -162,8 +163,8 @@ class Cluster:
         """Power loss: the node's slurmd, its steps and all that runs below them, at once."""
         slurmd = self._pid(f"run/slurmd.{node}.pid", "slurmd")
         pids: list[int] = []
-        # All stop first: none may see another die, as srun's helper does, which then cancels the step. What they
-        # started while they were listed is found by another look, after which none can start anything.
+        # All stop first: none may see another die, as srun's helper does, which then cancels the step. What
+        # they started while they were listed is found by another look, after which none can start anything.
         while new := [pid for pid in (slurmd, *self._steps(node)) if pid and pid not in pids]:
             for pid in new:
                 with contextlib.suppress(ProcessLookupError):
