@@ -28,6 +28,8 @@ def score(prompt, completion, **columns):
     return completion.count("1") / 6
 
 def slow_score(prompt, completion, **columns):
+    while os.path.exists({stopped!r}):
+        time.sleep(0.05)
     if os.path.exists({held!r}):
         time.sleep(0.05)
     return score(prompt, completion)
@@ -48,7 +50,7 @@ LEARNS_FAST = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = make_workplace(tmp_path_factory.mktemp("toy"))
-    (folder / "ones.py").write_text(REWARD.format(held=str(folder / "held")))
+    (folder / "ones.py").write_text(REWARD.format(held=str(folder / "held"), stopped=str(folder / "stopped")))
     return folder
 
 
@@ -94,8 +96,12 @@ def continued(one: Killed, lineage: int, mesh: str) -> None:
     said = hpc_rl("recover", one.trial.dir, "--json", f"allocation_mode=embedded:d1+{mesh}", cwd=one.folder)
     one.job_id = json.loads(said.stdout)["job_id"]
     assert load_json(one.trial.plan_json)["allocation"] == f"embedded:d1+{mesh}"
+    stopped = one.folder / "stopped"  # only two versions are kept: no step may remove the first one
+    stopped.touch()
     one.until(lambda: published(one, lineage + 1))
-    step, weights = min(published(one, lineage + 1).items(), key=lambda item: int(item[0]))
+    after = published(one, lineage + 1)
+    stopped.unlink()
+    step, weights = min(after.items(), key=lambda item: int(item[0]))
     assert weights == before[step]
 
 
