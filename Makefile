@@ -67,7 +67,7 @@ test: check
 gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"
 	$(BIN)/python -m pytest -q tests/gpu
-	$(BIN)/python benchmarks/engines.py --device cuda --out benchmarks/results/engines_gpu.json
+	$(BIN)/python benchmarks/engines.py --device cuda --compiled --out benchmarks/results/engines_gpu.json
 	$(BIN)/python benchmarks/loss_memory.py --device cuda --out benchmarks/results/loss_memory_gpu.json
 
 rows: $(VENV)/dev

@@ -1,11 +1,11 @@
 """The training step of the engines in tokens/s. The loss alone: loss_memory.py.
 
-    python benchmarks/engines.py [--pairs 5] [--device cpu] [--out benchmarks/results/engines.json]
+    python benchmarks/engines.py [--pairs 5] [--device cpu] [--compiled] [--out benchmarks/results/engines.json]
 
 Step: one update over rows of uneven lengths, from one checkpoint, by each engine of core.backends.TRAIN_BACKENDS
-(fsdp in both layouts) and by plain transformers: padded micro-batches of the same rows with an attention mask,
-cross entropy of whole logits, AdamW. All report the same loss at the first step, else the run ends. Tokens
-are those of the rows, without padding.
+(fsdp in both layouts, with `--compiled` also compiled) and by plain transformers: padded micro-batches of the
+same rows with an attention mask, cross entropy of whole logits, AdamW. All report the same loss at the first
+step, else the run ends. Tokens are those of the rows, without padding.
 
 Sides run in turn within a round, in a new order each time; a ratio is taken within a round and the median over
 rounds counts. On a CPU one thread and CPU seconds.
@@ -111,8 +111,17 @@ def config_of(folder: Path, shape: dict[str, Any], device: str, **changes: Any) 
 
 
 class EngineSide:
-    def __init__(self, backend: str, folder: Path, shape: dict[str, Any], device: str, **more: Any) -> None:
-        self.engine = resolve_name(ENGINES[backend])(config_of(folder, shape, device), device=device, **more)
+    def __init__(
+        self,
+        backend: str,
+        folder: Path,
+        shape: dict[str, Any],
+        device: str,
+        compiled: bool = False,
+        **more: Any,
+    ) -> None:
+        config = config_of(folder, shape, device, enable_torch_compile=compiled)
+        self.engine = resolve_name(ENGINES[backend])(config, device=device, **more)
         self.engine.initialize(1000)
 
     def step(self, rows: Sequences) -> float:
@@ -154,14 +163,19 @@ class Plain:
         return total
 
 
-def sides_of(folder: Path, shape: dict[str, Any], device: str) -> tuple[dict[str, Any], dict[str, str]]:
+def sides_of(
+    folder: Path, shape: dict[str, Any], device: str, compiled: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what can run here, and why the rest can't."""
     makers: dict[str, Callable[[], Any]] = {
         "fsdp packed": lambda: EngineSide("fsdp", folder, shape, device, layout="packed"),
         "fsdp padded": lambda: EngineSide("fsdp", folder, shape, device, layout="padded"),
+        "fsdp compiled": lambda: EngineSide("fsdp", folder, shape, device, compiled=True, layout="padded"),
         "megatron": lambda: EngineSide("megatron", folder, shape, device),
         "plain": lambda: Plain(folder, shape, device),
     }
+    if not compiled:
+        del makers["fsdp compiled"]
     sides, missing = {}, {}
     for name, make in makers.items():
         try:
@@ -179,10 +193,10 @@ def seconds(device: str) -> float:
     return time.perf_counter()
 
 
-def measure_step(shape: dict[str, Any], device: str, pairs: int) -> dict[str, Any]:
+def measure_step(shape: dict[str, Any], device: str, pairs: int, compiled: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="engines-benchmark-") as folder:
         write_model(Path(folder), shape)
-        sides, missing = sides_of(Path(folder), shape, device)
+        sides, missing = sides_of(Path(folder), shape, device, compiled)
         first = {name: side.step(batches(shape, 0)) for name, side in sides.items()}  # and warms up
         close = 1e-4 if device == "cpu" else 2e-2
         if max(first.values()) - min(first.values()) > close:
@@ -220,6 +234,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="rounds; each has one run of every side")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(SHAPES), help="sizes; by default those of the device")
+    parser.add_argument("--compiled", action="store_true", help="also fsdp with enable_torch_compile")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     size = args.size or args.device
@@ -229,7 +244,7 @@ def main() -> None:
         "pairs": args.pairs,
         "device": args.device,
         "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
-        "step": measure_step(SHAPES[size], args.device, args.pairs),
+        "step": measure_step(SHAPES[size], args.device, args.pairs, args.compiled),
     }
     if args.out:
         write_record(args.out, result)

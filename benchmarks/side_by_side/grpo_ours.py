@@ -2,7 +2,8 @@
 
     python grpo_ours.py MODEL ROWS --steps N --lr LR --seed S [--until 0.8]
 
-Prints JSON: for each step its CPU seconds, mean reward and tokens per completion. `run.py` calls it.
+Prints JSON: for each step its CPU seconds, also by role, mean reward and tokens per completion. `run.py` calls
+it.
 """
 
 import argparse
@@ -13,9 +14,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
-from cpu_of_tree import adopt_orphans, measure_cpu_s
+from cpu_of_tree import adopt_orphans, measure_cpu_s, measure_role_cpu_s
 from side_arguments import parse_arguments
 
 POLL_S = 0.02
@@ -60,7 +62,7 @@ def make_options(model: Path, rows: Path, steps: int, lr: float, seed: int) -> d
     }  # fmt: skip
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return the steps of a trial. Raises RuntimeError if it fails."""
     (folder / "digits.py").write_text(REWARD)
     options = make_options(args.model.absolute(), args.rows.absolute(), args.steps, args.lr, args.seed)
@@ -72,8 +74,8 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     submit = subprocess.Popen(
         [*command, "submit", "grpo.yaml", "--follow"], cwd=folder, env=env, stdout=log, stderr=log
     )
-    steps: list[dict[str, float]] = []
-    before_s = 0.0
+    steps: list[dict[str, Any]] = []
+    before_s, before_by_role = 0.0, dict[str, float]()
     while True:
         over = submit.poll() is not None
         found = sorted(folder.glob("runs/*/side/ours/attempts/*/metrics.*.jsonl"))
@@ -81,12 +83,15 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
                 if line.endswith("\n")]  # fmt: skip
         new = rows[len(steps) :]
         if new:
-            now_s = measure_cpu_s(keep=submit.pid)
+            now_s, now_by_role = measure_cpu_s(keep=submit.pid), measure_role_cpu_s()
+            by_role = {
+                role: (now - before_by_role.get(role, 0.0)) / len(new) for role, now in now_by_role.items()
+            }
             for row in new:  # seldom more than one; then they share the time
                 cpu_s = (now_s - before_s) / len(new)
                 tokens = row.get("completion_len", 0.0)
-                steps.append({"cpu_s": cpu_s, "reward": row["reward"], "tokens": tokens})
-            before_s = now_s
+                steps.append({"cpu_s": cpu_s, "reward": row["reward"], "tokens": tokens, "by_role": by_role})
+            before_s, before_by_role = now_s, now_by_role
         recent = [step["reward"] for step in steps[-5:]]
         reached = args.until is not None and len(recent) == 5 and sum(recent) / 5 >= args.until
         if over or reached:

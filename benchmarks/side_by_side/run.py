@@ -90,6 +90,15 @@ def average(steps: list[dict[str, float]], name: str) -> float:
     return statistics.fmean(step[name] for step in steps[DROPPED:])
 
 
+def average_by_role(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean CPU seconds of a step of each role, the largest first; `other` are all other processes."""
+    counted = steps[DROPPED:]
+    roles = {role for step in counted for role in step["by_role"]}
+    found = {role: statistics.fmean(step["by_role"].get(role, 0.0) for step in counted) for role in roles}
+    found["other"] = average(steps, "cpu_s") - sum(found.values())
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 def compare_training(model: Path, folder: Path, pairs: int, steps: int, lr: float) -> dict[str, Any]:
     """Return CPU seconds and tokens a step of both sides; the seed of a pair is its number."""
     from toy import make_rows, write_rows
@@ -102,6 +111,7 @@ def compare_training(model: Path, folder: Path, pairs: int, steps: int, lr: floa
         runs = {side: train(side, model, data, steps, lr, seed) for side in order}
         rows.append({side: average(run, "cpu_s") for side, run in runs.items()})
         rows[-1] |= {f"{side}_tokens": average(run, "tokens") for side, run in runs.items()}
+        rows[-1]["ours_by_role"] = average_by_role(runs["ours"])
         print(f"  {rows[-1]}", flush=True)
     return {"pairs": rows, "steps": steps, "lr": lr}
 
@@ -226,6 +236,8 @@ def format_table(record: dict[str, Any]) -> str:
         lines.append(
             f"| {case['what']} | {case['peer']} | {' | '.join(shown)} | **{ratio['median']:.2f}** | {spread} |"
         )
+    if roles := format_roles(record):
+        lines += ["", *roles]
     machine, versions, cases = record["machine"], record["versions"], record["cases"].values()
     kind = "a quick run, which says little" if any(case["quick"] for case in cases) else "pairs"
     days = sorted({case["time"][:10] for case in cases})
@@ -238,6 +250,20 @@ def format_table(record: dict[str, Any]) -> str:
         f"{', '.join(f'{name} {number}' for name, number in versions.items())}.",
     ]
     return "\n".join(lines)
+
+
+def format_roles(record: dict[str, Any]) -> list[str]:
+    """Return a sentence for each training case: the CPU time of our processes in a step, the median of the pairs."""
+    lines = []
+    for case in record["cases"].values():
+        shares = [pair["ours_by_role"] for pair in case["pairs"] if "ours_by_role" in pair]
+        if shares:
+            medians = {role: statistics.median(one.get(role, 0.0) for one in shares) for role in shares[0]}
+            text = ", ".join(
+                f"{role.replace('_', ' ')} {1e3 * used_s:.0f}" for role, used_s in medians.items()
+            )
+            lines.append(f"CPU ms of our processes: {case['what'].partition(' (')[0]}: {text}.")
+    return lines
 
 
 def write_table(page: Path, record: dict[str, Any]) -> None:
