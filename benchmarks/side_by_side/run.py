@@ -239,7 +239,7 @@ def format_table(record: dict[str, Any]) -> str:
     if roles := format_roles(record):
         lines += ["", *roles]
     machine, versions, cases = record["machine"], record["versions"], record["cases"].values()
-    kind = "a quick run, which says little" if any(case["quick"] for case in cases) else "pairs"
+    kind = "pair (a quick run, which says little)" if any(case["quick"] for case in cases) else "pairs"
     days = sorted({case["time"][:10] for case in cases})
     pairs = sorted({case["num_pairs"] for case in cases})
     loads = [case["load"][0] for case in cases if case["load"]]
@@ -259,9 +259,12 @@ def format_roles(record: dict[str, Any]) -> list[str]:
         shares = [pair["ours_by_role"] for pair in case["pairs"] if "ours_by_role" in pair]
         if shares:
             medians = {role: statistics.median(one.get(role, 0.0) for one in shares) for role in shares[0]}
-            text = ", ".join(
-                f"{role.replace('_', ' ')} {1e3 * used_s:.0f}" for role, used_s in medians.items()
-            )
+            shown = [
+                f"{role.replace('_', ' ')} {1e3 * used_s:.0f}"
+                for role, used_s in medians.items()
+                if used_s > 5e-4
+            ]
+            text = ", ".join(shown)
             lines.append(f"CPU ms of our processes: {case['what'].partition(' (')[0]}: {text}.")
     return lines
 
