@@ -33,6 +33,7 @@ from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096}
 SIDES = ("recompute", "loglinear")
+NUM_MINIBATCHES = 4  # with one, its own forward pass has what recompute needs
 NUM_GROUPS, GROUP_SIZE, LENGTHS, STALENESS = 8, 4, (64, 512), 2
 
 
@@ -85,7 +86,7 @@ def make_config(model: Path, method: Any) -> GRPOConfig:
         optimizer=OptimizerConfig(lr=1e-5),
         reward_norm=NormConfig(mean_level="group", std_level="group"),
         kl_ctl=0.0,
-        ppo_n_minibatches=1,
+        ppo_n_minibatches=NUM_MINIBATCHES,
         use_decoupled_loss=True,
         prox_logp_method=method,
     )
@@ -130,6 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = describe_run("torch", "transformers")
     shape = {**SHAPE, "rows": NUM_GROUPS * GROUP_SIZE, "lengths": LENGTHS, "staleness": STALENESS}
+    shape["minibatches"] = NUM_MINIBATCHES
     result = {**about, "pairs": options.pairs, "shape": shape, **measure(options.pairs)}
     write_record(options.out, result)
     print(json.dumps(result["cpu_s"]), json.dumps(result["loglinear_over_recompute"]))

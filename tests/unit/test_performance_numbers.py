@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = json.loads((ROOT / "benchmarks/results/loss_memory.json").read_text())["cases"]
@@ -38,3 +39,24 @@ def test_the_page_about_scale_has_the_stored_shares_of_the_bound():
     }
     for span in spans.values():
         assert span in text
+
+
+def test_the_page_has_the_stored_numbers_of_a_slower_machine():
+    text = " ".join((ROOT / "docs/performance.md").read_text().split())
+    cases = json.loads((ROOT / "benchmarks/results/side_by_side_slower.json").read_text())["cases"]
+    for name, model in (("grpo-cold", "random"), ("grpo-warm", "warm")):
+        ratio = cases[name]["ratio"]
+        span = f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}) with the {model}"
+        assert span in text
+        shares = {
+            role: median(pair["ours_by_role"][role] / pair["ours"] for pair in cases[name]["pairs"])
+            for role in ("server", "trainer")
+        }
+        assert f"the server takes {shares['server']:.2f} and the trainer {shares['trainer']:.2f}" in text
+
+
+def test_the_page_has_the_stored_time_of_compiled_layers():
+    text = " ".join((ROOT / "docs/engines.md").read_text().split())
+    sides = json.loads((ROOT / "benchmarks/results/engines.json").read_text())["step"]["sides"]
+    rates = {name: sides[f"fsdp {name}"]["tokens_per_s"]["median"] for name in ("padded", "compiled")}
+    assert f"takes {rates['padded'] / rates['compiled']:.2f} of the CPU time" in text
