@@ -175,6 +175,8 @@ def test_a_part_of_a_teachers_reward_is_tried(config, capsys, part, code, words)
     assert main(["check", str(config), *options]) == code
     said = " ".join("".join(capsys.readouterr()).split())
     assert words in said
+    judges = fingerprint_judges(load([config], options).config, [str(config.parent)])
+    assert (f"code of teacher.reward_parts {part}" in judges) == part.startswith("mine")
 
 
 def test_a_misspelt_option_of_the_command_and_a_misspelt_file_are_told(config, capsys):
