@@ -56,8 +56,9 @@ def _split_words(text: str) -> str:
 def format_help(topic: str) -> str:
     """Return the help of a section, an option, or "all"; else of all options that contain the topic.
 
-    Names are searched first, then texts. Raises ConfigError if no option matches.
+    Whole names are searched first, then words of names and texts. Raises ConfigError if no option matches.
     """
+    words = _split_words(topic)
     owners: dict[str, type] = {}
     texts_of: dict[str, str] = {}
     for cls in CONFIGS.values():
@@ -68,7 +69,7 @@ def format_help(topic: str) -> str:
     ways = (
         [name for name in owners if topic in ("all", name) or name.startswith(f"{topic}.")],
         [name for name in owners if f".{topic}." in f".{name}."],
-        [name for name, text in texts_of.items() if _split_words(topic) in f"{_split_words(name)}: {text}"],
+        [name for name, text in texts_of.items() if words and words in f"{_split_words(name)}: {text}"],
     )
     found = {name: owners[name] for name in next(filter(None, ways), [])}
     if not found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import json
 import logging
 import os
@@ -301,11 +302,8 @@ class Endpoint:
                 return _parse_answer(path, text)
         except TimeoutError:
             return _Answer(0, f"can't be reached: no answer within {self.request_timeout_s:g} s")
-        except aiohttp.ClientConnectorError as error:  # its text has the address again
-            number = error.errno or 0  # negative if no host has that name
-            return _Answer(0, f"can't be reached: {os.strerror(number) if number > 0 else error.strerror}")
         except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:  # LookupError: its charset
-            return _Answer(0, f"can't be reached: {type(error).__name__}: {error}")
+            return _Answer(0, f"can't be reached: {_describe_failure(error)}")
 
     def _describe_path(self, path: str) -> str:
         return f"pool {self.name}: {self.pool.url.rstrip('/')}{path}"
@@ -313,6 +311,13 @@ class Endpoint:
     def _hide_key(self, problem: str) -> str:
         text = problem.replace(self.api_key, "***") if self.api_key else problem
         return text[:MAX_ANSWER_CHARS]
+
+
+def _describe_failure(error: Exception) -> str:
+    """Return the reason of a failed request; if nothing listens there, without the address."""
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+        return os.strerror(errno.ECONNREFUSED)
+    return f"{type(error).__name__}: {error}"
 
 
 def _parse_answer(path: str, text: str) -> _Answer:

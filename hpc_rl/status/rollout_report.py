@@ -198,10 +198,10 @@ def list_problems(report: RolloutReport, live: bool) -> list[str]:
             lines.append(f"{which} is alive; generation resumes with the next one")
     if oldest_s is not None and oldest_s > HANGING_S and (quiet_s is None or quiet_s > HANGING_S):
         quiet = format_duration(oldest_s if quiet_s is None else quiet_s)
+        guess = "" if report.endpoints else ": does the reward function or the workflow hang?"
         lines.append(
             f"nothing has finished for {quiet}, and the oldest prompt has been running for "
-            f"{format_duration(oldest_s)}"
-            + ("" if report.endpoints else ": does the reward function or the workflow hang?")
+            f"{format_duration(oldest_s)}{guess}"
         )
     silent_s = time.time() - report.time
     if report.time and silent_s > HANGING_S:

@@ -259,8 +259,8 @@ def describe_mismatch(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     fresh = [value for one in steps if is_number(value := one.get("mismatch_log_w_fresh"))][-RECENT_STEPS:]
     if not fresh or (size := fmean(fresh)) <= FAR_LOG_W:
         return []
-    where = "tokens of the newest weights"
-    what = f"THE SERVERS SAMPLE FROM ANOTHER POLICY: mean |log w| is {format_number(size)} at {where}"
+    what = "THE SERVERS SAMPLE FROM ANOTHER POLICY: "
+    what += f"mean |log w| is {format_number(size)} at tokens of the newest weights"
     remedy = "compare dtype and sampling options of servers and trainer, or set actor.rollout_correction"
     return [format_row("mismatch", f"{what}, more than {FAR_LOG_W:g}; {remedy}")]
 

@@ -13,11 +13,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_rl.config.algorithm_defaults import list_algorithms
 from hpc_rl.config.load.stored import from_dict
@@ -47,6 +47,7 @@ from hpc_rl.trials.user_code import (
     find_workflow_code,
 )
 
+Loaded = TypeVar("Loaded")
 COMPLETION = "The answer is 1."
 EXAMPLE_LESSON = Lesson(
     baseline=0.25, taught=0.75, teaching="Count first.", num_tokens=4, leaks=False, has_answer=True
@@ -76,14 +77,8 @@ def check_user_code(config: Config) -> Iterator[Attempt | Refusal]:
 
 def _check_callback(path: str) -> Iterator[Attempt | Refusal]:
     """Yield the problems of a callback: each of its methods is called with an example."""
-    yield Attempt(IMPORTS, CALLBACKS, path)
-    try:
-        one = create_callback(path)
-    except ConfigError as error:
-        yield from error.refusals
-        return
-    except OSError as error:
-        yield Refusal(option=CALLBACKS, value=path, kind=Kind.FILE, why=f": {error}")
+    one = yield from _load_code(CALLBACKS, path, lambda: create_callback(path))
+    if one is None:
         return
     here = Path.cwd()
     for point in POINTS:
@@ -163,17 +158,8 @@ def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attem
     """Yield the problems of a reward with the first row of each dataset."""
     option = "rollout.reward_fn"
     refuse = partial(Refusal, option=option, value=path, kind=Kind.FILE)
-    yield Attempt(IMPORTS, option, path)
-    try:
-        function = import_object(option, path)
-    except ConfigError as error:
-        yield from error.refusals
-        return
-    except OSError as error:
-        yield refuse(why=f": {error}")
-        return
-    if not callable(function):
-        yield refuse(why=f"is {_describe_kind(function)}, not a function")
+    function = yield from _load_code(option, path, lambda: _import_reward(option, path))
+    if function is None:
         return
     for name, row in first.items():
         prompt, columns = make_reward_arguments(row)
@@ -200,39 +186,59 @@ def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attem
         return
     prompt, columns = make_reward_arguments(next(iter(first.values())))
     completions = [COMPLETION] * (2 if is_batched(function) else 1)
-    call = f", for the first row and the completion {COMPLETION!r},"
-    yield Attempt(CALLS, option, path + call)
-    try:
+
+    def score() -> None:
         value = call_function(function, prompt, completions, columns)
         value = asyncio.run(_await_result(value)) if inspect.isawaitable(value) else value
         parse_scores(value, is_batched(function), len(completions))
-    except Rejection as rejection:
-        yield refuse(why=f"{call} does not return a reward: {rejection.message}")
-    except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
-        yield refuse(why=f"{call} raises {_describe_error(error)}")
-    except Exception as error:
-        why = f"{call} raises {_describe_error(error)}: the job rejects a prompt where that happens"
-        yield refuse(why=why, is_note=True)
+
+    call = f", for the first row and the completion {COMPLETION!r},"
+    yield from _try_call(option, path, call, "a reward", score)
+
+
+def _import_reward(option: str, path: str) -> Callable[..., Any]:
+    """Return a reward. Raises ConfigError if it is no function."""
+    function = import_object(option, path)
+    if not callable(function):
+        why = f"is {_describe_kind(function)}, not a function"
+        raise ConfigError(Refusal(option=option, value=path, kind=Kind.FILE, why=why))
+    return function
 
 
 def _check_reward_part(path: str) -> Iterator[Attempt | Refusal]:
     """Yield the problems of a part of a teacher's reward with an example lesson."""
-    refuse = partial(Refusal, option=REWARD_PARTS, value=path, kind=Kind.FILE)
-    yield Attempt(IMPORTS, REWARD_PARTS, path)
+    parts = yield from _load_code(REWARD_PARTS, path, lambda: load_parts([path]))
+    if parts is not None:
+        call = ", for an example lesson,"
+        yield from _try_call(
+            REWARD_PARTS, path, call, "a number", lambda: compute_values(parts, EXAMPLE_LESSON)
+        )
+
+
+def _load_code(
+    option: str, path: str, load: Callable[[], Loaded]
+) -> Generator[Attempt | Refusal, None, Loaded | None]:
+    """Yield the problems of an import; return the user's object, None if it can't be imported."""
+    yield Attempt(IMPORTS, option, path)
     try:
-        parts = load_parts([path])
+        return load()
     except ConfigError as error:
         yield from error.refusals
-        return
     except OSError as error:
-        yield refuse(why=f": {error}")
-        return
-    call = ", for an example lesson,"
-    yield Attempt(CALLS, REWARD_PARTS, path + call)
+        yield Refusal(option=option, value=path, kind=Kind.FILE, why=f": {error}")
+    return None
+
+
+def _try_call(
+    option: str, path: str, call: str, expected: str, run: Callable[[], object]
+) -> Iterator[Attempt | Refusal]:
+    """Yield the problems of a call of the user's code, which should return what is `expected`."""
+    refuse = partial(Refusal, option=option, value=path, kind=Kind.FILE)
+    yield Attempt(CALLS, option, path + call)
     try:
-        compute_values(parts, EXAMPLE_LESSON)
+        run()
     except Rejection as rejection:
-        yield refuse(why=f"{call} does not return a number: {rejection.message}")
+        yield refuse(why=f"{call} does not return {expected}: {rejection.message}")
     except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
         yield refuse(why=f"{call} raises {_describe_error(error)}")
     except Exception as error:

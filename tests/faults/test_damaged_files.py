@@ -19,7 +19,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.trials import trial_index
 
 __all__ = ["folder"]
-LIMIT_S = math.ceil(extend(7))
+LIMIT_S = math.ceil(extend(6.6))
 SAMPLE = 30  # damages in every run of the tests; all of them in make soak
 COMMANDS = (
     ("status", "TRIAL"),

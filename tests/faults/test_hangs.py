@@ -21,7 +21,7 @@ from patience import extend
 from supervised import JOB, Fake, unit
 
 # a start has to come to its work within the limit
-RULES = {"hang_min_s": 1, "hang_max_s": math.ceil(extend(3))}
+RULES = {"hang_min_s": 1, "hang_max_s": math.ceil(extend(2.6))}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ The speed of the machine is measured once per session of pytest, by a loop and b
 imports a large module. Both are compared with assumed times of a usual machine, LOOP_S and START_S.
 """
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def look(condition: Callable[[], Any], pause_s: float = 0.02) -> Any:
     if not found:
         time.sleep(min(max(pause_s, 4 * (time.monotonic() - begun)), LONGEST_PAUSE_S))
     return found
+
+
+async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    """Wait in an event loop until a condition holds. Raises TimeoutError."""
+    async with asyncio.timeout(extend(limit_s)):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 def wait_until(

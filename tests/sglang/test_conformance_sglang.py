@@ -2,13 +2,12 @@
 start.
 """
 
-import asyncio
 import os
 import stat
 import subprocess
 
 import pytest
-from patience import extend
+from patience import until
 
 pytest.register_assert_rewrite("conformance")
 
@@ -60,8 +59,6 @@ async def test_replica_ends_when_sglang_is_killed(tmp_path, sglang_python):
     await backend.start(str(tmp_path / "model"), "0.0")
     assert not backend.alive()
     os.kill(backend.process.pid, 9)
-    async with asyncio.timeout(extend(30)):  # the kernel has its memory to free
-        while not backend.alive():
-            await asyncio.sleep(0.05)
+    await until(backend.alive, 30)  # the kernel has its memory to free
     assert "SIGKILL" in backend.alive()
     await backend.stop()

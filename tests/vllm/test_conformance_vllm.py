@@ -13,7 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from patience import extend
+from patience import extend, until
 
 pytest.register_assert_rewrite("conformance")
 
@@ -149,9 +149,7 @@ async def test_nothing_is_left_when_vllm_is_killed(tmp_path, vllm_python):
     assert not backend.alive()
     processes = _tree(backend.process.pid)
     os.kill(backend.process.pid, 9)
-    async with asyncio.timeout(extend(30)):  # the kernel has its memory to free
-        while not backend.alive():
-            await asyncio.sleep(0.05)
+    await until(backend.alive, 30)  # the kernel has its memory to free
     assert "SIGKILL" in backend.alive()
     assert not psutil.wait_procs(processes, timeout=extend(10))[1]
     await backend.stop()

@@ -117,8 +117,9 @@ def test_help_of_a_section(capsys, topic, expected, absent):
 
 
 def test_help_of_a_section_that_does_not_exist(capsys):
-    assert cli.main(["submit", "--help", "luncher"]) == 64
-    assert "sections: actor, cluster" in capsys.readouterr().err
+    for topic in ("luncher", "?"):
+        assert cli.main(["submit", "--help", topic]) == 64
+        assert "sections: actor, cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import aiohttp
 import pytest
 from gateways import FakeServer, answer, open_gateway
-from patience import extend
+from patience import until
 
 from hpc_rl.core.gate import Gate
 from hpc_rl.gateway.gateway import GatewaySettings
@@ -35,12 +35,6 @@ async def gateway_of(tokenizer, folder, count=1, settings=None, announced=True):
     finally:
         for fake in fakes:
             await fake.stop()
-
-
-async def until(holds):
-    async with asyncio.timeout(extend(30)):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 async def test_chat_in_openais_format(tokenizer, tmp_path):

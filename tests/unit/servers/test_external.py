@@ -295,6 +295,22 @@ async def test_a_wrong_key_ends_the_start():
             pass
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:9", "can't be reached: Connection refused;"),
+        ("https://{plain}", r"can't be reached: ClientConnector\w*Error: .*\[SSL"),
+    ],
+)
+async def test_the_reason_of_a_connection_that_fails_is_told(url, reason):
+    async with Elsewhere().opened() as judge:
+        plain = judge.pool.url.removeprefix("http://")
+        endpoint = Endpoint("judge", PoolConfig(url=url.format(plain=plain), model="m"), patience_s=0.2)
+        with pytest.raises(ServerUnavailable, match=reason):
+            async with endpoint:
+                pass
+
+
 async def test_an_endpoint_out_of_reach_is_awaited_then_given_up():
     endpoint = Endpoint("judge", PoolConfig(url="http://127.0.0.1:9"), patience_s=0.2)
     with pytest.raises(ServerUnavailable, match=r"pool judge: http://127.0.0.1:9/models can't be reached"):

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from patience import extend
+from patience import until
 
 from hpc_rl.core.errors import ConfigError, RequestRefused, RoleFailed
 from hpc_rl.core.net import bind
@@ -317,12 +317,6 @@ def publish(trial, label):
         trial.current_weights,
         {"label": label, "path": f"/weights/{label}", "lineage": 0, "step": int(label[2:])},
     )
-
-
-async def until(holds):
-    async with asyncio.timeout(extend(10)):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 def start(trial, backend, names, incarnation=0):

@@ -87,6 +87,19 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     assert load_rollout(attempt) == RolloutReport(running=3)
 
 
+def test_an_endpoint_that_fails_is_told_and_no_hang_is_guessed():
+    rollout = RolloutReport(
+        time=time.time(),
+        servers=1,
+        oldest_running_s=300,
+        quiet_s=290,
+        endpoints={"judge": "pool judge: refused"},
+    )
+    lines = list_problems(rollout, live=True)
+    assert "pool judge: refused" in lines and any("nothing has finished" in line for line in lines)
+    assert not any("hang?" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

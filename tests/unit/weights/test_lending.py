@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 from aiohttp import web
-from patience import extend
+from patience import extend, until
 
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.trial import Trial
@@ -87,13 +86,6 @@ def publisher(trial, servers):
 def publish(publisher: LendingPublisher, trial: Trial, stopping: threading.Event | None = None):
     arguments = (WeightVersion(0, 1), trial.weights / "0.1", 7, stopping)
     return asyncio.create_task(asyncio.to_thread(publisher.publish, *arguments))
-
-
-async def until(holds):
-    deadline = time.monotonic() + extend(20)
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def test_a_publication_waits_until_the_gpus_are_lent(publisher, trial, servers):
